@@ -1,0 +1,174 @@
+"""What every stage does around its own work: check inputs, skip what is done, record what was made."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from pipeline.errors import PipelineError
+from pipeline.files import clear_disk_errors, make_dir, remove_leftovers, sha256_json, write_text
+from pipeline.manifest import (STAGES, DumpRecord, ExportRecord, FileRecord, Manifest, Slot, StageName, StageRecord,
+                               TargetRecord, load_manifest, save_manifest)
+
+# What each stage reads. verify also reads the samples and hidden states it replays.
+INPUTS: dict[str, tuple[str, ...]] = {
+    "prompts": (),
+    "dump": ("prompts",),
+    "standardize": ("prompts", "dump"),
+    "train": ("prompts", "dump", "standardize"),
+    "export": ("standardize", "train"),
+    "verify": ("prompts", "dump", "standardize", "train", "export"),
+}
+_PACKAGES = ("torch", "transformers", "sglang", "speculators", "datasets", "accelerate", "safetensors")
+
+
+@dataclass
+class StageResult:
+    """What a stage's work hands back to be recorded."""
+
+    outputs: list[Path]
+    counts: dict[str, int | float] = field(default_factory=dict)
+    metrics: dict = field(default_factory=dict)
+    slots: dict[str, Slot] | None = None
+    dump: DumpRecord | None = None
+    export: ExportRecord | None = None
+
+
+def run_stage(name: StageName, run_dir: Path, *, target: TargetRecord, config: dict, seed: int,
+              work: Callable[[Manifest, Path], StageResult], force: bool = False,
+              full_check: bool = False) -> Manifest:
+    """Run one stage unless its inputs and configuration are unchanged and its outputs are complete.
+
+    Args:
+        run_dir: `runs/<name>`.
+        target: facts of the configured target; another target's manifest is refused.
+        config: the resolved part of the configuration this stage depends on (plain JSON values).
+        work: does the work, given the manifest of the finished earlier stages and the stage's folder
+            `runs/<name>/<stage>/`. What lies in that folder was left by an interrupted run of the same configuration
+            on the same inputs, so it can be resumed from; anything else has been cleared away.
+        full_check: compare checksums of all input files instead of size and mtime.
+
+    Raises:
+        PipelineError: an input is missing, altered or of another target; the run is in use; the folder is not writable.
+    """
+    make_dir(run_dir)
+    with _lock(run_dir):
+        manifest = load_manifest(run_dir) or Manifest(run=run_dir.name, target=target)
+        check_target(manifest, target, run_dir, name)
+        inputs = {upstream: _checked_input(manifest, run_dir, upstream, name, full_check) for upstream in INPUTS[name]}
+        config_sha256 = sha256_json(config)
+        record = manifest.stages.get(name)
+        if record and not force and _is_current(record, config_sha256, inputs, run_dir, full_check):
+            print(f"{name}: up to date ({len(record.outputs)} files, made {record.finished_at}); force=true redoes it")
+            return manifest
+        remove_leftovers(run_dir)
+        folder = _stage_folder(run_dir, name, plan=sha256_json([config_sha256, inputs]), clear=force)
+        started = time.monotonic()
+        # From here on the old outputs may be overwritten, so the old record no longer holds: a crash must not leave it.
+        if record:
+            del manifest.stages[name]
+            save_manifest(run_dir, manifest)
+        result = work(manifest, folder)
+        # A stage may run for days: merge into what is on disk, which the lock kept as it was.
+        for key in ("slots", "dump", "export"):
+            if (value := getattr(result, key)) is not None:
+                setattr(manifest, key, value)
+        with clear_disk_errors(run_dir):
+            outputs = [FileRecord.of(run_dir, p) for p in result.outputs]
+        manifest.stages[name] = StageRecord(
+            config=config, config_sha256=config_sha256, inputs=inputs, outputs=outputs, counts=result.counts,
+            metrics=result.metrics, versions=_versions(), git_commit=_git_commit(), seed=seed,
+            wall_seconds=round(time.monotonic() - started, 1),
+            finished_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        )
+        save_manifest(run_dir, manifest)
+        return manifest
+
+
+def _stage_folder(run_dir: Path, name: str, *, plan: str, clear: bool) -> Path:
+    """The stage's folder, emptied unless it was left by an interrupted run of the same plan."""
+    folder, marker = run_dir / name, run_dir / name / ".plan"
+    with clear_disk_errors(folder):
+        left_by_same_plan = marker.is_file() and marker.read_text() == plan
+        if folder.exists() and (clear or not left_by_same_plan):
+            shutil.rmtree(folder)
+        remove_leftovers(folder)
+    make_dir(folder)
+    if not marker.is_file():
+        write_text(marker, plan)
+    return folder
+
+
+def check_target(manifest: Manifest, target: TargetRecord, run_dir: Path, stage: str) -> None:
+    """Refuse a manifest that was made with another target, tokenizer or chat template."""
+    for key, asked in target.model_dump().items():
+        found = getattr(manifest.target, key)
+        if found != asked and not (key == "path" and manifest.target.config_sha256 == target.config_sha256):
+            raise PipelineError(
+                f"{run_dir / 'manifest.json'} belongs to another target: {key} is {found!r} there, {asked!r} is configured",
+                field=f"target.{key}", value=asked,
+                fix=f"make {stage} ARGS=\"target=<the one of this run>\", or start a new run: make run RUN=<new name>")
+
+
+def _checked_input(manifest: Manifest, run_dir: Path, upstream: str, stage: str, full: bool) -> str:
+    record = manifest.stages.get(upstream)
+    fix = f"make {upstream} RUN={run_dir.name}"
+    if record is None:
+        raise PipelineError(f"stage {stage} needs stage {upstream}, which has not finished in {run_dir}",
+                            field=f"{run_dir / 'manifest.json'}: stages.{upstream}", value="absent", fix=fix)
+    for f in record.outputs:
+        if (problem := f.problem(run_dir, full=full)) is not None:
+            raise PipelineError(f"{run_dir / f.path} {problem}", field=f"stages.{upstream}.outputs: {f.path}", fix=fix)
+    return record.digest()
+
+
+def _is_current(record: StageRecord, config_sha256: str, inputs: dict[str, str], run_dir: Path, full: bool) -> bool:
+    return (record.config_sha256 == config_sha256 and record.inputs == inputs
+            and all(f.problem(run_dir, full=full) is None for f in record.outputs))
+
+
+@contextlib.contextmanager
+def _lock(run_dir: Path) -> Iterator[None]:
+    path = run_dir / ".lock"
+    with clear_disk_errors(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise PipelineError(f"another stage is running in {run_dir}", field=str(path),
+                                fix="wait for it, or use another run: RUN=<new name>") from e
+        yield
+    finally:
+        os.close(fd)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _git_commit() -> str | None:
+    here = Path(__file__).resolve().parent
+    try:
+        out = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return out.stdout.strip() if out.returncode == 0 else None
+
+
+def downstream_of(name: str) -> list[str]:
+    """Stages that read what `name` writes, in order."""
+    return [s for s in STAGES if name in INPUTS[s]]
