@@ -31,13 +31,15 @@ class SlotsConfig(Section):
 class TargetDrafterConfig(Section):
     """Shape of the drafter's one decoder layer for this target."""
 
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
+    num_attention_heads: int | None = Field(gt=0)
+    num_key_value_heads: int | None = Field(gt=0)
+    head_dim: int | None = Field(gt=0)
+    intermediate_size: int | None = Field(gt=0)
 
 
 class TargetConfig(Section):
+    """The target. Facts are checked against its checkpoint; a null one is read from there."""
+
     name: str
     path: str
     """hub id, folder, or `embedded:smollm2-135m-instruct`"""
@@ -46,12 +48,12 @@ class TargetConfig(Section):
     quantization: str | None
     """passed to the engine for the dump, the responses and the serve check: dump on the basis that is served"""
     trust_remote_code: bool
-    architecture: str
-    num_layers: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    vocab_size: int = Field(gt=0)
-    max_position_embeddings: int = Field(gt=0)
-    slots_layers: list[int]
+    architecture: str | None
+    num_layers: int | None = Field(gt=0)
+    hidden_size: int | None = Field(gt=0)
+    vocab_size: int | None = Field(gt=0)
+    max_position_embeddings: int | None = Field(gt=0)
+    slots_layers: list[int] | None
     """default layer outputs of this target"""
     drafter: TargetDrafterConfig
     tp_size: int = Field(gt=0)
@@ -104,11 +106,13 @@ class DumpConfig(Section):
 
 
 class DrafterSection(Section):
+    """Shape of the drafter. Nulls are taken from the target when it is opened."""
+
     draft_vocab_size: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
+    num_attention_heads: int | None = Field(gt=0)
+    num_key_value_heads: int | None = Field(gt=0)
+    head_dim: int | None = Field(gt=0)
+    intermediate_size: int | None = Field(gt=0)
     lm_head_init: Literal["target", "random"]
     max_position_embeddings: int | None = Field(gt=0)
     """null: the target's"""
@@ -118,7 +122,8 @@ class DrafterSection(Section):
 
     @model_validator(mode="after")
     def _heads(self) -> DrafterSection:
-        if self.num_attention_heads % self.num_key_value_heads:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads and kv_heads and heads % kv_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         return self
 
