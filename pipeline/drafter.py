@@ -1,0 +1,372 @@
+"""The EAGLE-3 drafter, exactly as SGLang's `llama_eagle3.py` serves it, and its training-time test (TTT).
+
+    g = fc([slot 0 | slot 1 | slot 2])                          three layer outputs of the target → one hidden
+    x = [input_layernorm(embedding) | hidden_norm(g)]           embedding first
+    h = g + o_proj(attention(x))                                the residual is the raw g
+    h = h + mlp(post_attention_layernorm(h))
+    logits = lm_head(norm(h));  the next step is fed h, before the norm
+
+Li et al. 2025, "EAGLE-3" (arXiv 2503.01840). Parameter names are the names of the exported file. The embedding is the
+target's, frozen and passed in. Symbols: R packed rows, N rows that count (see `alignment`), T steps, H hidden,
+n slots, A heads, K key/value heads, D head size, F MLP size, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.alignment import Rows, gate, select_rows
+from pipeline.errors import PipelineError
+from pipeline.loss import TargetHead, vocabulary_loss
+from pipeline.rope import Rope, rotate
+from pipeline.ttt import ttt_attention
+
+__all__ = ["Drafter", "DrafterConfig", "PackedBatch", "TTTOutput", "Target", "gate"]
+
+STEP_DECAY = 0.8  # weight of TTT step j's loss is STEP_DECAY ** j
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Shape of a drafter. Names are those of the exported config.json where it has them."""
+
+    hidden_size: int
+    """H, equal to the target's: SGLang skips fc when its input already has this width, and shares the embedding."""
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    """Explicit: it need not be hidden_size / heads (Kimi-K2.5: 64 heads × 128 over a hidden of 7168)."""
+    vocab_size: int
+    """The target's vocabulary."""
+    draft_vocab_size: int
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    """transformers' `rope_parameters` of the target."""
+    rms_norm_eps: float = 1e-5
+    num_fc_inputs: int = 3
+    """n, the number of fc slots."""
+    fc_norm: bool = False
+    """One RMSNorm per slot before fc (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """One RMSNorm over all slots before fc."""
+    norm_output: bool = False
+    """Feed the next step the hidden after the final norm instead of before it."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            self._require(getattr(self, name) > 0, name, "must be positive")
+        self._require(self.num_fc_inputs >= 2, "num_fc_inputs", "must be at least 2: with one slot SGLang skips fc")
+        self._require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            f"must divide num_attention_heads = {self.num_attention_heads}",
+        )
+        self._require(self.head_dim % 2 == 0, "head_dim", "must be even for RoPE")
+        self._require(
+            0 < self.draft_vocab_size <= self.vocab_size,
+            "draft_vocab_size",
+            f"must lie in 1 … vocab_size = {self.vocab_size}",
+        )
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise PipelineError(
+                f"{name} {rule}", field=f"drafter.{name}", value=getattr(self, name), fix=f"set drafter.{name}"
+            )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What training needs of the target: two frozen matrices.
+
+    Attributes:
+        embedding: [V, H] input embedding.
+        head: output head restricted to the draft vocabulary.
+    """
+
+    embedding: Tensor
+    head: TargetHead
+
+    def to(self, device: torch.device) -> Target:
+        return Target(self.embedding.to(device), replace(self.head, weight=self.head.weight.to(device)))
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Samples packed one after the other. R tokens, B samples.
+
+    Attributes:
+        input_ids: [R] int64.
+        features: [R, n·H] the fc slots of every token, in slot order.
+        final_hidden: [R, H] the target's final hidden, after its norm.
+        loss_mask: [R] bool, True where the target generated the token.
+        teacher_argmax: [R] int32, argmax over the full vocabulary of the target's logits at this token (it predicts
+            the next one); -1 where not computed, which must not be on a gated row's teacher token.
+        sample_lengths: [B] int64, summing to R.
+
+    The last three, and input_ids, are bookkeeping and stay on the CPU; `to` moves the two large ones.
+    """
+
+    input_ids: Tensor
+    features: Tensor
+    final_hidden: Tensor
+    loss_mask: Tensor
+    teacher_argmax: Tensor
+    sample_lengths: Tensor
+
+    def to(self, device: torch.device) -> PackedBatch:
+        move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("features", "final_hidden")}
+        return replace(self, **move)
+
+
+@dataclass(frozen=True)
+class TTTOutput:
+    """Result of one TTT unroll.
+
+    Attributes:
+        loss: scalar, Σ_j step_weights[j] · loss_sums[j], ready for backward.
+        metrics: [T] tensors, sums to be added over batches and ranks before any ratio is taken:
+            `loss_sum` nats, `loss_rows` rows the loss is over, `gated` rows the accuracy is over, `hits` rows whose
+            argmax is right, `prefix_hits` rows right at this and every earlier step
+            (τ_row@K = 1 + Σ_{j<K} prefix_hits[j] / gated[j]).
+        n_rows: N, rows that went through the layer at every step.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    n_rows: int
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Statistics in fp32 whatever x is, result in x's dtype, as the engines do.
+        wide = x if x.dtype == torch.float64 else x.float()
+        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Projections of the drafter's attention: q, k, v read [embedding | hidden] of width 2H."""
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(2 * c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[N, 2H] → [N, A, D]"""
+        return rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, 2H] → [N, K, D] twice"""
+        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return rotate(k, cos, sin), v
+
+
+class MLP(nn.Module):
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    """The drafter's one decoder layer."""
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = SelfAttention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c)
+
+    def inputs(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """[N, H], [N, H] → [N, 2H], embedding first"""
+        return torch.cat([self.input_layernorm(embedding).to(hidden.dtype), self.hidden_norm(hidden)], -1)
+
+    def outputs(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """[N, A, D], [N, H] → [N, H]"""
+        h = residual + self.self_attn.o_proj(attended.flatten(1))
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class Drafter(nn.Module):
+    """EAGLE-3 drafter.
+
+    Args:
+        config: shapes.
+        draft_token_ids: [Vd] ascending target ids of the draft vocabulary.
+    """
+
+    def __init__(self, config: DrafterConfig, draft_token_ids: Tensor):
+        super().__init__()
+        c = self.config = config
+        ids = draft_token_ids.to(torch.int64).cpu()
+        if len(ids) != c.draft_vocab_size or (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= c.vocab_size:
+            raise PipelineError(
+                f"the draft vocabulary must be {c.draft_vocab_size} ascending target ids below {c.vocab_size}",
+                field="drafter.draft_vocab_size",
+                value=f"{len(ids)} ids",
+                fix="make standardize",
+            )
+        self.fc = nn.Linear(c.num_fc_inputs * c.hidden_size, c.hidden_size, bias=False)
+        self.midlayer = MidLayer(c)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        if c.norm_before_fc:
+            self.input_norm = RMSNorm(c.num_fc_inputs * c.hidden_size, c.rms_norm_eps)
+        if c.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in range(c.num_fc_inputs))
+        self.register_buffer("d2t", ids - torch.arange(len(ids)))  # target id = draft id + d2t[draft id]
+        self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
+        self.rope = Rope(c.head_dim, c.rope_parameters, c.max_position_embeddings)
+        # Target id → draft id, -1 outside. On the CPU and no buffer: it serves the bookkeeping only.
+        self._draft_id = torch.full((c.vocab_size,), -1).index_copy_(0, ids, torch.arange(len(ids)))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, lm_head_rows: Tensor) -> None:
+        """Matrices from N(0, 0.02²), norms 1, lm_head from the target's rows [Vd, H] of the draft vocabulary.
+
+        The values depend on the seed only, not on the device or on what was drawn before.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name == "lm_head.weight":
+                parameter.copy_(lm_head_rows)
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
+
+    def select_rows(self, batch: PackedBatch, steps: int) -> Rows:
+        """The rows of a batch that count; `.gated` and `.loss_rows` [T] are the denominators of its metrics.
+
+        They are known without a forward: to average over several batches or ranks, add up `.loss_rows` first and pass
+        `step_weights = STEP_DECAY ** j / total_loss_rows[j]` to each `forward_ttt`; the losses (and gradients) then
+        simply add.
+        """
+        answer = self._draft_id[batch.teacher_argmax.long()]
+        answer = torch.where(batch.teacher_argmax >= 0, answer, -1)
+        return select_rows(batch.loss_mask.cpu(), batch.sample_lengths.cpu(), answer.cpu(), steps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The fc slots → one hidden. [R, n·H] → [R, H]"""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            chunks = features.chunk(self.config.num_fc_inputs, -1)
+            features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+        return self.fc(features)
+
+    def forward(self, *args: Any, **kwargs: Any) -> TTTOutput:
+        """`forward_ttt`, under the name that DDP and FSDP wrap."""
+        return self.forward_ttt(*args, **kwargs)
+
+    def forward_ttt(
+        self,
+        batch: PackedBatch,
+        target: Target,
+        steps: int,
+        step_weights: Tensor | None = None,
+        rows: Rows | None = None,
+    ) -> TTTOutput:
+        """Unroll T steps over a packed batch and score each against the target.
+
+        Args:
+            batch: the samples; `features` and `final_hidden` on the drafter's device.
+            target: frozen parts of the target, on the drafter's device.
+            steps: T.
+            step_weights: [T] factor of each step's summed loss; STEP_DECAY ** j / loss_rows[j] of this batch by default.
+            rows: `select_rows(batch, steps)` if already worked out.
+
+        Run under `torch.autocast` for bf16; parameters stay fp32 and so does the loss.
+        """
+        rows = rows if rows is not None else self.select_rows(batch, steps)
+        if step_weights is None:
+            step_weights = STEP_DECAY ** torch.arange(steps) / rows.loss_rows.clamp(min=1)
+        hidden = self.unroll(batch, target, steps, rows)  # [T, N, H]
+        device = hidden.device
+        row_of, used = rows.row_of.to(device), rows.used.to(device)
+        result = vocabulary_loss(
+            self.norm(hidden).to(self._compute_dtype(device)),
+            self.lm_head.weight,
+            target.head,
+            batch.final_hidden[rows.tokens.to(device)],
+            rows.answer.to(device),
+            row_of,
+            used,
+            step_weights.to(device),
+        )
+        hits = torch.zeros(len(rows.index), steps, dtype=torch.bool, device=device)
+        step = torch.arange(steps, device=device).expand_as(row_of)
+        hits[row_of[used], step[used]] = result.hits[used]
+        return TTTOutput(
+            loss=result.loss,
+            metrics={
+                "loss_sum": result.loss_sums,
+                "loss_rows": rows.loss_rows.to(device),
+                "gated": rows.gated.to(device),
+                "hits": hits.sum(0),
+                "prefix_hits": hits.long().cumprod(1).sum(0),
+            },
+            n_rows=len(rows.index),
+        )
+
+    def unroll(self, batch: PackedBatch, target: Target, steps: int, rows: Rows) -> Tensor:
+        """The hidden states of all steps, before the final norm: [T, N, H] for the N rows that count."""
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        device = batch.features.device
+        lengths, last = batch.sample_lengths.cpu(), len(batch.input_ids) - 1
+
+        def embeddings(row: Tensor, step: int) -> Tensor:
+            # A row that runs past the end is not gated at this step; which embedding it reads does not matter.
+            token = batch.input_ids.cpu()[(row + 1 + step).clamp(max=last)]
+            return F.embedding(token.to(device), target.embedding)
+
+        # Step 0: keys and values for every row, since later rows attend to them; queries only for rows that count.
+        every = torch.arange(last + 1)
+        position = every - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        length = lengths.repeat_interleave(lengths)
+        fused = self.fuse(batch.features)  # [R, H]
+        x = layer.inputs(embeddings(every, 0), fused)  # [R, 2H]
+        k0, v0 = attention.keys_values(x, *self.rope.cos_sin(position, length, device))  # [R, K, D]
+        index = rows.index.to(device)
+        x, h = x[index], fused[index]  # [N, 2H], [N, H]
+
+        hidden, own_k, own_v = [], [], []
+        for step in range(steps):
+            cos, sin = self.rope.cos_sin(rows.position + step, length[rows.index], device)
+            if step:
+                x = layer.inputs(embeddings(rows.index, step), h)  # [N, 2H]
+                k, v = attention.keys_values(x, cos, sin)  # [N, K, D]
+                own_k.append(k)
+                own_v.append(v)
+            q = attention.queries(x, cos, sin)  # [N, A, D]
+            attended = ttt_attention(q, k0, v0, own_k, own_v, rows.segments)  # [N, A, D]
+            h = layer.outputs(attended, residual=h)  # [N, H]
+            hidden.append(h)
+            if self.config.norm_output:
+                h = self.norm(h)
+        return torch.stack(hidden)
+
+    def _compute_dtype(self, device: torch.device) -> torch.dtype:
+        if torch.is_autocast_enabled(device.type):
+            return torch.get_autocast_dtype(device.type)
+        return self.lm_head.weight.dtype
