@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from pipeline.alignment import Rows, gate, select_rows
 from pipeline.errors import PipelineError
-from pipeline.loss import TargetHead, vocabulary_loss
+from pipeline.loss import vocabulary_loss
 from pipeline.rope import Rope, rotate
+from pipeline.target import OutputHead
 from pipeline.ttt import ttt_attention
 
-__all__ = ["Drafter", "DrafterConfig", "PackedBatch", "TTTOutput", "Target", "gate"]
+__all__ = ["Drafter", "DrafterConfig", "FrozenTarget", "PackedBatch", "TTTOutput", "gate"]
 
 STEP_DECAY = 0.8  # weight of TTT step j's loss is STEP_DECAY ** j
 
@@ -82,19 +83,19 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True)
-class Target:
+class FrozenTarget:
     """What training needs of the target: two frozen matrices.
 
     Attributes:
         embedding: [V, H] input embedding.
-        head: output head restricted to the draft vocabulary.
+        head: output head, rows of the draft vocabulary only (`load_output_head(target, rows=draft_token_ids)`).
     """
 
     embedding: Tensor
-    head: TargetHead
+    head: OutputHead
 
-    def to(self, device: torch.device) -> Target:
-        return Target(self.embedding.to(device), replace(self.head, weight=self.head.weight.to(device)))
+    def to(self, device: torch.device) -> FrozenTarget:
+        return FrozenTarget(self.embedding.to(device), replace(self.head, weight=self.head.weight.to(device)))
 
 
 @dataclass(frozen=True)
@@ -241,14 +242,14 @@ class Drafter(nn.Module):
         self._draft_id = torch.full((c.vocab_size,), -1).index_copy_(0, ids, torch.arange(len(ids)))
 
     @torch.no_grad()
-    def init_weights(self, seed: int, lm_head_rows: Tensor) -> None:
-        """Matrices from N(0, 0.02²), norms 1, lm_head from the target's rows [Vd, H] of the draft vocabulary.
+    def init_weights(self, seed: int, lm_head_rows: Tensor | None = None) -> None:
+        """Matrices from N(0, 0.02²), norms 1; lm_head from the target's rows [Vd, H] of the draft vocabulary if given.
 
         The values depend on the seed only, not on the device or on what was drawn before.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if name == "lm_head.weight":
+            if name == "lm_head.weight" and lm_head_rows is not None:
                 parameter.copy_(lm_head_rows)
             elif parameter.ndim == 1:
                 parameter.fill_(1.0)
@@ -282,7 +283,7 @@ class Drafter(nn.Module):
     def forward_ttt(
         self,
         batch: PackedBatch,
-        target: Target,
+        target: FrozenTarget,
         steps: int,
         step_weights: Tensor | None = None,
         rows: Rows | None = None,
@@ -329,7 +330,7 @@ class Drafter(nn.Module):
             n_rows=len(rows.index),
         )
 
-    def unroll(self, batch: PackedBatch, target: Target, steps: int, rows: Rows) -> Tensor:
+    def unroll(self, batch: PackedBatch, target: FrozenTarget, steps: int, rows: Rows) -> Tensor:
         """The hidden states of all steps, before the final norm: [T, N, H] for the N rows that count."""
         layer, attention = self.midlayer, self.midlayer.self_attn
         device = batch.features.device

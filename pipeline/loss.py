@@ -16,34 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.target import OutputHead
+
 # Largest number of logits at a time. Below 32 MiB of fp32 glibc keeps freed blocks instead of unmapping them, which
 # otherwise costs a page fault per 4 KiB at every use.
 CHUNK_LOGITS = 7_500_000
-
-
-@dataclass(frozen=True)
-class TargetHead:
-    """The target's output head, restricted to the draft vocabulary.
-
-    Attributes:
-        weight: [Vd, H] rows of the target's lm_head, in draft-vocabulary order.
-        logit_scale: factor on the logits (Cohere, Granite); 1 for most targets.
-        softcap: logits become softcap · tanh(logits / softcap) (Gemma 2); None for most targets.
-            The order is that of SGLang's `layers/logits_processor.py`: scale, then softcap.
-    """
-
-    weight: Tensor
-    logit_scale: float = 1.0
-    softcap: float | None = None
-
-    def probabilities(self, final_hidden: Tensor, dtype: torch.dtype, accumulate: torch.dtype) -> Tensor:
-        """softmax over the draft vocabulary. final_hidden: [c, H], after the target's final norm → [c, Vd]."""
-        logits = (final_hidden.to(dtype) @ self.weight.to(dtype).t()).to(accumulate)
-        if self.logit_scale != 1.0:
-            logits *= self.logit_scale
-        if self.softcap is not None:
-            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return torch.softmax(logits, -1)
 
 
 @dataclass(frozen=True)
@@ -64,7 +41,7 @@ class VocabLoss:
 def vocabulary_loss(
     hidden: Tensor,
     lm_head: Tensor,
-    head: TargetHead,
+    head: OutputHead,
     final_hidden: Tensor,
     answer: Tensor,
     row_of: Tensor,
@@ -80,7 +57,7 @@ def vocabulary_loss(
     Args:
         hidden: [T, N, H] the drafter's hidden after its final norm, for every step and compact row.
         lm_head: [Vd, H] the drafter's head (master weights).
-        head: the target's head.
+        head: the target's output head, rows of the draft vocabulary [Vd, H] only.
         final_hidden: [P, H] the target's final hidden at the teacher tokens.
         answer: [P] draft-vocabulary id of the target's argmax.
         row_of, used: [P, T] as in `alignment.Rows`.
@@ -102,7 +79,7 @@ class _VocabularyLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             flat = hidden.flatten(0, 1)  # [T·N, H]
             weight = lm_head.to(dtype)
-            head = TargetHead(head.weight.to(dtype), head.logit_scale, head.softcap)
+            target_weight = head.weight.to(dtype)
             tokens, steps = row_of.shape
             index = row_of + hidden.shape[1] * torch.arange(steps, device=row_of.device)  # rows of `flat`
             row_weight = used * step_weights.to(acc)  # [P, T]
@@ -119,7 +96,8 @@ class _VocabularyLoss(torch.autograd.Function):
                 prob = torch.softmax(z, -1)
                 # log Σ e^z from the largest entry, which saves a pass over z.
                 lse = best - prob.gather(-1, choice[:, None]).squeeze(-1).log()
-                teacher = head.probabilities(final_hidden[part], dtype, acc)  # [c, Vd]
+                teacher = head.finish((final_hidden[part].to(dtype) @ target_weight.t()).to(acc))
+                teacher = torch.softmax(teacher, -1)  # [c, Vd]
                 expected = torch.bmm(z.unflatten(0, (-1, steps)), teacher[..., None]).squeeze(-1)  # [c, T]
                 loss_sums += ((lse.unflatten(0, (-1, steps)) - expected) * used[part]).sum(0)
                 hits[part] = (choice.unflatten(0, (-1, steps)) == answer[part, None]) & used[part]
