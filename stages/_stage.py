@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +9,26 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.config import Config, load_config, section
+from pipeline.config import Config, load_config
 from pipeline.errors import PipelineError
+from pipeline.manifest import Manifest, load_manifest
+from pipeline.stage import run_stage
 
 
-def stage_main(run: Callable[[Config], None]) -> None:
-    """Parse the Hydra command line, check the configuration and call `run` with it."""
+def stage_main(name: str, depends_on: Callable[[Config, Manifest | None], dict], work: Callable) -> None:
+    """Run a stage from the Hydra command line.
+
+    Args:
+        depends_on: ``(config, manifest)`` → what the stage's result depends on besides target, seed and inputs, as plain
+            values. Operational keys (free space to leave, logging intervals, …) stay out, so that changing them does
+            not throw away finished or half-finished work.
+        work: ``(config, target, manifest, run_dir, folder) -> StageResult``.
+    """
 
     @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
     def main(cfg: DictConfig) -> None:
         try:
-            run(load_config(OmegaConf.to_container(cfg, resolve=True)))
+            _run(name, load_config(OmegaConf.to_container(cfg, resolve=True)), depends_on, work)
         except PipelineError as e:
             sys.exit(f"error: {e}")
         except KeyboardInterrupt:
@@ -29,26 +37,21 @@ def stage_main(run: Callable[[Config], None]) -> None:
     main()
 
 
-def run_named_stage(name: str, config: Config, sections: tuple[str, ...], work: Callable) -> None:
-    """Open the target and run one stage on its run folder.
-
-    Args:
-        sections: configuration sections the stage's result depends on, besides target and seed.
-        work: called as ``work(config, target, manifest, run_dir, folder)``.
-    """
+def _run(name: str, config: Config, depends_on: Callable, work: Callable) -> None:
     from pipeline.engine import prepare_environment, resolve_device
-    from pipeline.stage import run_stage
 
+    # Before anything imports transformers or SGLang.
     prepare_environment(resolve_device(config.device), threads=config.threads)
     from pipeline.target import open_target
 
     target, config = open_target(config)
     run_dir = Path(config.run.root) / config.run.name
     run_stage(name, run_dir, target=target.record, seed=config.seed, force=config.force,
-              full_check=config.check_inputs == "full", config=section(config, "seed", *sections),
+              full_check=config.check_inputs == "full",
+              config={"seed": config.seed, **depends_on(config, load_manifest(run_dir))},
               work=lambda manifest, folder: work(config, target, manifest, run_dir, folder))
 
 
-def is_main_process() -> bool:
-    """False on the ranks other than 0 of `accelerate launch`."""
-    return int(os.environ.get("RANK", "0")) == 0
+def without(section: dict, *operational: str) -> dict:
+    """A configuration section without the keys that do not change the result."""
+    return {k: v for k, v in section.items() if k not in operational}

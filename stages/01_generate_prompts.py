@@ -1,0 +1,25 @@
+"""Stage 1: conversations from a source, answered by the target → token ids and loss mask.
+
+Reads:   `prompts.source` and the target's tokenizer (and weights, when the target answers).
+Writes:  runs/<name>/prompts/{samples,skipped,responses}.jsonl
+Launch:  make prompts                                     # embedded target and prompts, on a laptop
+         make prompts RUN=llama ARGS="target=llama31_8b prompts=sglang prompts.source=ultrachat.jsonl"
+"""
+
+from _stage import stage_main
+
+from pipeline.config import section
+
+
+def depends_on(config, manifest):
+    return {"context_length": config.target.context_length, **section(config, "prompts")}
+
+
+def work(config, target, manifest, run_dir, folder):
+    from pipeline.prompts import generate
+
+    return generate(config, target, folder)
+
+
+if __name__ == "__main__":
+    stage_main("prompts", depends_on, work)

@@ -1,0 +1,27 @@
+"""Stage 5: drafter directories for SGLang and vLLM, serving.yaml and launch scripts, all derived from the manifest.
+
+Reads:   runs/<name>/train/, runs/<name>/standardize/vocab.safetensors
+Writes:  runs/<name>/export/{sglang/,vllm/,serving.yaml,launch_sglang.sh,launch_vllm.sh}
+Launch:  make export
+         python -m pipeline.validate runs/demo/export/sglang   # check any drafter directory
+"""
+
+from _stage import stage_main
+
+from pipeline.config import section
+from pipeline.slots import check_bound
+
+
+def depends_on(config, manifest):
+    return {"gpus": config.gpus, **section(config, "export", "target")}
+
+
+def work(config, target, manifest, run_dir, folder):
+    from pipeline.export import export
+
+    check_bound(config, manifest)
+    return export(config, target, manifest, run_dir, folder)
+
+
+if __name__ == "__main__":
+    stage_main("export", depends_on, work)
