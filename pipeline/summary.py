@@ -1,0 +1,121 @@
+"""One page about a run, read from its manifest: `python -m pipeline.summary runs/demo`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipeline.errors import PipelineError
+from pipeline.manifest import STAGES, Manifest, load_manifest
+
+
+def summary(run_dir: Path) -> str:
+    """The page. Lines about stages that have not finished say which command is next.
+
+    Raises:
+        PipelineError: no manifest in `run_dir`.
+    """
+    manifest = load_manifest(run_dir)
+    if manifest is None:
+        raise PipelineError("this run has no manifest", field=str(run_dir), fix=f"make run RUN={run_dir.name}")
+    parts = [_target(manifest), _data(manifest), _wiring(manifest), _accept(manifest), _next(manifest, run_dir)]
+    return "\n\n".join(p for p in parts if p)
+
+
+def _target(m: Manifest) -> str:
+    t = m.target
+    wall = sum(s.wall_seconds for s in m.stages.values())
+    return (f"Run {m.run}: drafter for {t.path} ({t.architecture}, {t.num_layers} layers, H={t.hidden_size}, {t.dtype})\n"
+            f"Stages: {', '.join(f'{n} {s.wall_seconds:.0f} s' for n, s in m.stages.items())}; together {wall / 60:.1f} min")
+
+
+def _data(m: Manifest) -> str:
+    lines = []
+    if (s := m.stages.get("prompts")) is not None:
+        lines.append("Samples     " + _counts(s.counts))
+    if (s := m.stages.get("dump")) is not None:
+        lines.append("Hidden      " + _counts(s.counts))
+    if (s := m.stages.get("standardize")) is not None:
+        lines.append("Vocabulary  " + _counts(s.counts) + _metrics(s.metrics))
+    return "\n".join(lines)
+
+
+def _counts(counts: dict) -> str:
+    return ", ".join(f"{_number(v)} {k.replace('_', ' ')}" for k, v in counts.items() if v or k in ("samples", "kept"))
+
+
+def _metrics(metrics: dict) -> str:
+    return "".join(f", {k.replace('_', ' ')} {_number(v)}" for k, v in metrics.items() if isinstance(v, (int, float)))
+
+
+def _number(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _wiring(m: Manifest) -> str:
+    """Which layer output fills which slot, and what each system calls it."""
+    if not m.slots:
+        return ""
+    engines = m.export.engines if m.export else {}
+    rows = [["slot", "layer output", "transformers", *(f"{name} id" for name in engines), "fc columns"]]
+    # Engines concatenate in ascending layer order whatever the order of their ids: pair them by capture point.
+    by_point = {name: dict(zip(sorted(e.capture_points), _ids_by_point(e.ids, e.capture_points)))
+                for name, e in engines.items()}
+    for name, slot in m.slots.items():
+        if slot.kind == "layer_output":
+            ids = [str(points.get(slot.layer + 1, "?")) for points in by_point.values()]
+            rows.append([name, str(slot.layer), f"hidden_states[{slot.layer + 1}]", *ids,
+                         f"{slot.columns[0]}:{slot.columns[1]}"])
+        else:
+            rows.append([name, f"final hidden, {slot.norm}-norm", "last_hidden_state", *("" for _ in engines), ""])
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    return "Wiring\n" + "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in rows)
+
+
+def _ids_by_point(ids: list[int], points: list[int]) -> list[int]:
+    return [i for _, i in sorted(zip(points, sorted(ids) if sorted(points) == list(points) else ids))]
+
+
+def _accept(m: Manifest) -> str:
+    lines = []
+    if (s := m.stages.get("train")) is not None:
+        accuracy = s.metrics.get("heldout_accuracy")
+        if isinstance(accuracy, list):
+            lines.append("  held-out accuracy per draft step  " + "  ".join(f"{a:.3f}" for a in accuracy))
+        if (tau := s.metrics.get("heldout_tau_row@3")) is not None:
+            lines.append(f"  τ_row@3  held-out, teacher-forced       {tau:.3f}   (1.0: learned nothing)")
+    if (s := m.stages.get("verify")) is not None:
+        for key, text in (("tau_engine", "τ_walk@3 counted by the engine          "),
+                          ("tau_replayed", "τ_walk@3 replayed over the same tokens  ")):
+            if isinstance(tau := s.metrics.get(key), float):
+                lines.append(f"  {text}{tau:.3f}")
+        if "text_identical" in s.metrics:
+            same = "yes" if s.metrics["text_identical"] else "NO"
+            lines.append(f"  greedy text with and without the drafter identical: {same}")
+    return "Accept length (tokens per target forward, bonus token included)\n" + "\n".join(lines) if lines else ""
+
+
+def _next(m: Manifest, run_dir: Path) -> str:
+    todo = next((s for s in STAGES if s not in m.stages), None)
+    if todo is not None:
+        return f"Next: make {todo} RUN={m.run}"
+    export = run_dir / "export"
+    return (f"Serving config  {export / 'serving.yaml'}\n"
+            f"Manifest        {run_dir / 'manifest.json'}\n"
+            "Type next\n"
+            f"  {export / 'launch_sglang.sh'}\n"
+            f'  make dump RUN={m.run} ARGS="slots.layers=[2,15,27]"   # other layers, then make standardize train export verify\n'
+            '  make run RUN=mine ARGS="target=local target.path=/models/my-model prompts.source=my.jsonl"')
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) != 1:
+        sys.exit("usage: python -m pipeline.summary runs/<name>")
+    try:
+        print(summary(Path(argv[0])))
+    except PipelineError as e:
+        sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
