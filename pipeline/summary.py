@@ -58,9 +58,8 @@ def _wiring(m: Manifest) -> str:
         return ""
     engines = m.export.engines if m.export else {}
     rows = [["slot", "layer output", "transformers", *(f"{name} id" for name in engines), "fc columns"]]
-    # Engines concatenate in ascending layer order whatever the order of their ids: pair them by capture point.
-    by_point = {name: dict(zip(sorted(e.capture_points), _ids_by_point(e.ids, e.capture_points)))
-                for name, e in engines.items()}
+    # Engines concatenate in ascending layer order whatever the order of their ids, and every rule is monotone.
+    by_point = {name: dict(zip(sorted(e.capture_points), sorted(e.ids))) for name, e in engines.items()}
     for name, slot in m.slots.items():
         if slot.kind == "layer_output":
             ids = [str(points.get(slot.layer + 1, "?")) for points in by_point.values()]
@@ -70,10 +69,6 @@ def _wiring(m: Manifest) -> str:
             rows.append([name, f"final hidden, {slot.norm}-norm", "last_hidden_state", *("" for _ in engines), ""])
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     return "Wiring\n" + "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in rows)
-
-
-def _ids_by_point(ids: list[int], points: list[int]) -> list[int]:
-    return [i for _, i in sorted(zip(points, sorted(ids) if sorted(points) == list(points) else ids))]
 
 
 def _accept(m: Manifest) -> str:

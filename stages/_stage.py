@@ -14,6 +14,8 @@ from pipeline.errors import PipelineError
 from pipeline.manifest import Manifest, load_manifest
 from pipeline.stage import run_stage
 
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
 
 def stage_main(name: str, depends_on: Callable[[Config, Manifest | None], dict], work: Callable) -> None:
     """Run a stage from the Hydra command line.
@@ -25,7 +27,7 @@ def stage_main(name: str, depends_on: Callable[[Config, Manifest | None], dict],
         work: ``(config, target, manifest, run_dir, folder) -> StageResult``.
     """
 
-    @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def main(cfg: DictConfig) -> None:
         try:
             _run(name, load_config(OmegaConf.to_container(cfg, resolve=True)), depends_on, work)

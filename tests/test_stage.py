@@ -1,0 +1,132 @@
+"""What every stage does around its own work: skip, refuse, resume, record."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.errors import PipelineError
+from pipeline.manifest import load_manifest
+from pipeline.stage import StageResult, run_stage
+from tests.test_manifest import target
+
+
+class Work:
+    """Writes one file, and counts how often it was called and what it found."""
+
+    def __init__(self, name, content="x", fail_after=False):
+        self.name, self.content, self.fail_after, self.calls, self.found = name, content, fail_after, 0, []
+
+    def __call__(self, manifest, folder):
+        self.calls += 1
+        self.found = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+        (folder / f"{self.name}.out").write_text(self.content)
+        if self.fail_after:
+            raise RuntimeError("killed")
+        return StageResult([folder / f"{self.name}.out"], counts={"files": 1})
+
+
+def run(run_dir, name="prompts", work=None, config=None, **options):
+    work = work or Work(name)
+    run_stage(name, run_dir, target=options.pop("target", target()), config=config or {"a": 1}, seed=0, work=work,
+              **options)
+    return work
+
+
+def test_done_once_then_up_to_date(tmp_path, capsys):
+    assert run(tmp_path).calls == 1
+    assert run(tmp_path).calls == 0
+    assert "up to date" in capsys.readouterr().out
+    assert run(tmp_path, force=True).calls == 1
+    record = load_manifest(tmp_path).stages["prompts"]
+    assert record.counts == {"files": 1} and record.outputs[0].path == "prompts/prompts.out"
+    assert record.versions["torch"]
+
+
+def test_redone_when_configuration_input_or_output_changes(tmp_path):
+    run(tmp_path)
+    run(tmp_path, "dump")
+    assert run(tmp_path, "dump", config={"a": 2}).calls == 1
+    assert run(tmp_path, "dump", config={"a": 2}).calls == 0
+    (tmp_path / "dump" / "dump.out").unlink()
+    assert run(tmp_path, "dump", config={"a": 2}).calls == 1
+    run(tmp_path, "prompts", Work("prompts", content="other"), force=True)
+    assert run(tmp_path, "dump", config={"a": 2}).calls == 1
+
+
+def test_an_unfinished_earlier_stage_is_named_with_its_command(tmp_path):
+    with pytest.raises(PipelineError, match="stage dump needs stage prompts") as e:
+        run(tmp_path, "dump")
+    assert e.value.fix == f"make prompts RUN={tmp_path.name}"
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda p: p.unlink(), "is missing"), (lambda p: p.write_text(""), "truncated"), (lambda p: p.write_text("y"), "altered"),
+])
+def test_a_damaged_input_is_refused_by_name(tmp_path, damage, words):
+    run(tmp_path)
+    damage(tmp_path / "prompts" / "prompts.out")
+    with pytest.raises(PipelineError, match=words) as e:
+        run(tmp_path, "dump")
+    assert "prompts/prompts.out" in str(e.value) and "make prompts" in e.value.fix
+
+
+@pytest.mark.parametrize("field", ["architecture", "tokenizer_sha256", "chat_template_sha256", "config_sha256"])
+def test_a_manifest_of_another_target_or_template_is_refused(tmp_path, field):
+    run(tmp_path)
+    with pytest.raises(PipelineError, match=f"another target: {field}"):
+        run(tmp_path, target=target(**{field: "other"}))
+
+
+def test_a_moved_target_is_the_same_target(tmp_path):
+    run(tmp_path)
+    assert run(tmp_path, target=target(path="/elsewhere/x")).calls == 0
+
+
+def test_an_interrupted_stage_finds_its_own_files_again_and_no_others(tmp_path):
+    with pytest.raises(RuntimeError):
+        run(tmp_path, work=Work("prompts", fail_after=True))
+    assert "prompts" not in load_manifest_or_empty(tmp_path)
+    assert run(tmp_path).found == ["prompts.out"]          # same plan: resumed from
+    with pytest.raises(RuntimeError):
+        run(tmp_path, work=Work("prompts", fail_after=True), config={"a": 2})
+    assert run(tmp_path, config={"a": 3}).found == []      # another plan: cleared
+    assert run(tmp_path, config={"a": 3}, force=True).found == []
+
+
+def test_a_stage_that_fails_while_redoing_leaves_no_record_of_the_old_outputs(tmp_path):
+    run(tmp_path)
+    with pytest.raises(RuntimeError):
+        run(tmp_path, work=Work("prompts", fail_after=True), force=True)
+    with pytest.raises(PipelineError, match="has not finished"):
+        run(tmp_path, "dump")
+
+
+def load_manifest_or_empty(run_dir):
+    manifest = load_manifest(run_dir)
+    return manifest.stages if manifest else {}
+
+
+def test_two_stages_in_one_run_folder_do_not_run_at_once(tmp_path):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
+         "print('held', flush=True); time.sleep(60)", str(tmp_path / ".lock")], stdout=subprocess.PIPE)
+    try:
+        holder.stdout.readline()
+        with pytest.raises(PipelineError, match="another stage is running"):
+            run(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_an_unwritable_folder_is_one_message(tmp_path, monkeypatch):
+    if os.geteuid() == 0:  # root may write anywhere: a file in the way of a folder stands for it
+        (tmp_path / "runs").write_text("")
+        with pytest.raises(PipelineError, match="cannot write"):
+            run(tmp_path / "runs" / "demo")
+    else:
+        tmp_path.chmod(0o500)
+        with pytest.raises(PipelineError, match="cannot be written"):
+            run(tmp_path / "demo")
