@@ -142,12 +142,11 @@ class _Aligned:
 class Prefetcher:
     """Loads the micro-batches of the coming steps in a thread, at most `ahead` steps before they are used.
 
-    Iterating gives one list of batches per step. `waited` adds up the seconds that training stood still for data.
-    Use as a context manager: leaving it ends the thread.
+    Iterating gives one list of batches per step. Use as a context manager: leaving it ends the thread.
     """
 
     def __init__(self, data: TrainingData, steps: list[list[MicroBatch]], *, ahead: int = 2, pin: bool = False):
-        self.waited = 0.0
+        self._waited = 0.0
         self._data, self._steps, self._pin = data, steps, pin
         self._queue: queue.Queue = queue.Queue(maxsize=ahead)
         self._stop = threading.Event()
@@ -165,10 +164,15 @@ class Prefetcher:
         for _ in self._steps:
             started = time.perf_counter()
             item = self._queue.get()
-            self.waited += time.perf_counter() - started
+            self._waited += time.perf_counter() - started
             if isinstance(item, BaseException):
                 raise item
             yield item
+
+    def take_wait(self) -> float:
+        """Seconds that training stood still for data since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def _work(self) -> None:
         for step in self._steps:

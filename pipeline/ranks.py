@@ -1,0 +1,58 @@
+"""The processes of `accelerate launch`: rank 0 keeps lock and manifest, the others only help to train.
+
+Rank 0 runs the stage as always. The others call `wait_for_rank_0`, which returns True once rank 0 has begun to train, and
+False if there is nothing to do (the stage is up to date). If rank 0 fails, the launcher ends the others.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_announced = False
+
+
+def is_main_process() -> bool:
+    """False on the ranks other than 0 of `accelerate launch`."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def make_accelerator(device: str) -> Accelerator:
+    """The process's view of all ranks. `device`: "cpu" or "cuda"."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    # The others wait while rank 0 checks its inputs, which can be terabytes.
+    patience = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12))
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Accelerator(cpu=device == "cpu", kwargs_handlers=[patience, ddp])
+
+
+def announce(accelerator: Accelerator) -> None:
+    """Rank 0: tell the others that training begins. Once per process."""
+    global _announced
+    if accelerator.num_processes > 1 and accelerator.is_main_process and not _announced:
+        _broadcast(accelerator, 1)
+        _announced = True
+
+
+def dismiss(device: str) -> None:
+    """Rank 0, after the stage: let the others go if there was nothing to train."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not _announced:
+        _broadcast(make_accelerator(device), 0)
+
+
+def wait_for_rank_0(device: str) -> bool:
+    """Ranks other than 0: whether there is training to take part in."""
+    return bool(_broadcast(make_accelerator(device), 0))
+
+
+def _broadcast(accelerator: Accelerator, value: int) -> int:
+    message = torch.tensor([value], device=accelerator.device)
+    torch.distributed.broadcast(message, src=0)
+    return int(message)
