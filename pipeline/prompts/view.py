@@ -1,0 +1,55 @@
+"""Print samples with the trained tokens coloured: the quickest way to see a wrong loss mask.
+
+    python -m pipeline.prompts.view runs/demo/prompts/samples.jsonl --target DIR [-n 3] [--id q-0001]
+
+Without a terminal the trained tokens stand in ⟦brackets⟧.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import groupby, islice
+from pathlib import Path
+
+from pipeline.errors import PipelineError
+from pipeline.samples import Sample, read_samples
+
+_COLOURS, _BRACKETS = ("\x1b[30;42m", "\x1b[0m"), ("⟦", "⟧")
+
+
+def show(sample: Sample, tokenizer, *, colour: bool) -> str:
+    """The sample's text, special tokens included, with each run of trained tokens marked."""
+    begin, end = _COLOURS if colour else _BRACKETS
+    parts = []
+    for trained, run in groupby(zip(sample.loss_mask, sample.input_ids), key=lambda pair: pair[0]):
+        text = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
+        parts.append(f"{begin}{text}{end}" if trained else text)
+    head = (f"--- {sample.id} ({sample.split}, {sample.category or 'no category'}): {len(sample.input_ids)} tokens, "
+            f"{sum(sample.loss_mask)} trained, finish_reason {sample.finish_reason}")
+    return f"{head}\n{''.join(parts)}\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.prompts.view", description=__doc__.splitlines()[0])
+    parser.add_argument("samples", type=Path)
+    parser.add_argument("--target", required=True, help="folder of the target (for its tokenizer)")
+    parser.add_argument("-n", type=int, default=3, help="number of samples (default 3)")
+    parser.add_argument("--id", help="show this sample only")
+    parser.add_argument("--trust-remote-code", action="store_true", help="for targets whose tokenizer needs its own code")
+    args = parser.parse_args(arguments)
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+        samples = (s for s in read_samples(args.samples) if args.id in (None, s.id))
+        for sample in islice(samples, args.n):
+            print(show(sample, tokenizer, colour=sys.stdout.isatty()))
+    except PipelineError as e:
+        print(e, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""Token ids and loss masks against hand-worked references, and the ways of finding a turn against each other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.prompts.chat import ChatEncoder, Refused
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+           "<think>", "</think>", "<s>", "</s>"]
+WORDS = ["system", "user", "assistant", "Hi", "ok", "hm", "Be", "kind"]
+
+# Each template has the shape of a family's; GEN and END are generation tags in one variant and nothing in the other.
+CHATML = (
+    "{% for m in messages %}"
+    "{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}GEN{{ m.content + '<|im_end|>' }}END"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{% if m.role == 'assistant' %}GEN{{ m.content | trim + '<|eot_id|>' }}END"
+    "{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
+# The think block stands in the turns after the last user turn only; earlier ones lose theirs (SpecForge 296, 544, 564).
+QWEN3 = (
+    "{% set ns = namespace(query=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
+    "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
+    "{% set said = parts[-1].lstrip('\n') %}GEN{% if loop.index0 > ns.query %}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ said + '<|im_end|>' }}END"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+MISTRAL = (
+    "{{ '<s>' }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[' + m.content + ']' }}{% else %}GEN{{ ' ' + m.content + '</s>' }}END{% endif %}"
+    "{% endfor %}")
+
+
+def plain(template: str) -> str:
+    return template.replace("GEN", "").replace("END", "")
+
+
+def tagged(template: str) -> str:
+    return template.replace("GEN", "{% generation %}").replace("END", "{% endgeneration %}")
+
+
+def make_tokenizer(template: str, eos: str, *, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that has one token per byte, per word of WORDS and per special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = list(merges)
+    for word in WORDS:
+        pairs += [(word[:i], word[i]) for i in range(1, len(word)) if (word[:i], word[i]) not in pairs]
+    vocab = {token: i for i, token in enumerate([*alphabet, *("".join(pair) for pair in pairs)])}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, chat_template=template)
+
+
+class SlowTokenizer:
+    """A tokenizer without offsets, as Kimi's tiktoken one (SpecForge PR 108)."""
+
+    is_fast = False
+
+    def __init__(self, fast: PreTrainedTokenizerFast):
+        self._fast = fast
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict:
+        return {"input_ids": self._fast(text, add_special_tokens=add_special_tokens)["input_ids"]}
+
+    def __getattr__(self, name: str):
+        return getattr(self._fast, name)
+
+
+def encoder(template: str, eos: str, method: str | None = None, **options) -> ChatEncoder:
+    tokenizer = make_tokenizer(template, eos, **options)
+    return ChatEncoder(tokenizer, [tokenizer.eos_token_id], method)
+
+
+def turns(*contents: str, system: str | None = None) -> list[dict]:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+# What stands between « and » is generated by the target; · separates tokens, ↵ is a newline and ␣ a blank.
+GOLDEN = {
+    "chatml": (CHATML, "<|im_end|>", turns("Hi", "ok"),
+               "<|im_start|>·system·↵·Be·␣·kind·<|im_end|>·↵·<|im_start|>·user·↵·Hi·<|im_end|>·↵·"
+               "<|im_start|>·assistant·↵·«ok·<|im_end|>»·↵"),
+    "chatml, two turns": (CHATML, "<|im_end|>", turns("Hi", "ok", "hm", "Hi ok", system="kind"),
+                          "<|im_start|>·system·↵·kind·<|im_end|>·↵·<|im_start|>·user·↵·Hi·<|im_end|>·↵·"
+                          "<|im_start|>·assistant·↵·«ok·<|im_end|>»·↵·<|im_start|>·user·↵·hm·<|im_end|>·↵·"
+                          "<|im_start|>·assistant·↵·«Hi·␣·ok·<|im_end|>»·↵"),
+    "llama-3": (LLAMA3, "<|eot_id|>", turns("Hi", " ok ", "hm", "Hi", system="Be kind"),
+                "<|begin_of_text|>·<|start_header_id|>·system·<|end_header_id|>·↵·↵·Be·␣·kind·<|eot_id|>·"
+                "<|start_header_id|>·user·<|end_header_id|>·↵·↵·Hi·<|eot_id|>·"
+                "<|start_header_id|>·assistant·<|end_header_id|>·↵·↵·«ok·<|eot_id|>»·"
+                "<|start_header_id|>·user·<|end_header_id|>·↵·↵·hm·<|eot_id|>·"
+                "<|start_header_id|>·assistant·<|end_header_id|>·↵·↵·«Hi·<|eot_id|>»"),
+    "qwen-3, thought in both turns": (
+        QWEN3, "<|im_end|>", turns("Hi", "<think>\nhm\n</think>\n\nok", "Hi", "<think>\nhm\n</think>\n\nok"),
+        "<|im_start|>·user·↵·Hi·<|im_end|>·↵·<|im_start|>·assistant·↵·«ok·<|im_end|>»·↵·"
+        "<|im_start|>·user·↵·Hi·<|im_end|>·↵·"
+        "<|im_start|>·assistant·↵·«<think>·↵·hm·↵·</think>·↵·↵·ok·<|im_end|>»·↵"),
+    "qwen-3, no thought": (QWEN3, "<|im_end|>", turns("Hi", "ok"),
+                           "<|im_start|>·user·↵·Hi·<|im_end|>·↵·"
+                           "<|im_start|>·assistant·↵·«<think>·↵·↵·</think>·↵·↵·ok·<|im_end|>»·↵"),
+    "mistral": (MISTRAL, "</s>", turns("Hi", "ok", "hm", "Hi"), "<s>·[·Hi·]·«␣·ok·</s>»·[·hm·]·«␣·Hi·</s>»"),
+}
+
+
+def parse(golden: str) -> tuple[list[str], list[int]]:
+    tokens, mask, trained = [], [], 0
+    for piece in golden.split("·"):
+        trained = 1 if piece.startswith("«") else trained
+        tokens.append(piece.strip("«»").replace("↵", "Ċ").replace("␣", "Ġ"))
+        mask.append(trained)
+        trained = 0 if piece.endswith("»") else trained
+    return tokens, mask
+
+
+@pytest.mark.parametrize("method", ["tags", "offsets", "prefixes"])
+@pytest.mark.parametrize("family", GOLDEN)
+def test_golden_tokens_and_mask(family: str, method: str):
+    template, eos, messages, golden = GOLDEN[family]
+    tokens, mask = parse(golden)
+    chat = encoder(tagged(template) if method == "tags" else plain(template), eos, method)
+    ids, found = chat.encode(messages)
+    assert chat.tokenizer.convert_ids_to_tokens(ids) == tokens
+    assert found == mask
+
+
+@pytest.mark.parametrize("template, eos", [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (QWEN3, "<|im_end|>")])
+def test_ids_are_those_of_apply_chat_template_and_tags_mean_what_transformers_says(template: str, eos: str):
+    chat = encoder(tagged(template), eos)
+    messages = turns("Hi", "ok", "hm", "Hi ok")
+    reference = chat.tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True)
+    assert chat.method == "tags"
+    assert chat.encode(messages) == (reference["input_ids"], reference["assistant_masks"])
+    reference = chat.tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)
+    assert chat.prompt_ids(messages[:1]) == reference["input_ids"]
+
+
+def test_tags_that_leave_out_the_end_of_turn_or_include_the_newline_give_the_same_mask():
+    narrow = CHATML.replace("GEN{{ m.content + '<|im_end|>' }}END", "GEN{{ m.content }}END{{ '<|im_end|>' }}")
+    wide = CHATML.replace("GEN{{ m.content + '<|im_end|>' }}END", "GEN{{ m.content + '<|im_end|>\n' }}END")
+    wide = wide.replace("{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}", "{{ m.content + '<|im_end|>\n' }}{% endif %}")
+    messages = turns("Hi", "ok", "hm", "Hi")
+    expected = encoder(tagged(CHATML), "<|im_end|>").encode(messages)
+    assert encoder(tagged(narrow), "<|im_end|>").encode(messages) == expected
+    assert encoder(tagged(wide), "<|im_end|>").encode(messages) == expected
+
+
+def test_slow_tokenizer_needs_no_offsets():
+    fast = make_tokenizer(plain(CHATML), "<|im_end|>")
+    slow = ChatEncoder(SlowTokenizer(fast), [fast.eos_token_id])
+    messages = turns("Hi", "ok", "hm", "Hi")
+    assert slow.method == "prefixes"
+    assert slow.encode(messages) == ChatEncoder(fast, [fast.eos_token_id]).encode(messages)
+    tags = ChatEncoder(SlowTokenizer(make_tokenizer(tagged(CHATML), "<|im_end|>")), [fast.eos_token_id])
+    assert tags.method == "tags" and tags.encode(messages) == slow.encode(messages)
+
+
+CONTENT = st.text(st.sampled_from(list("Hiokhm \n.é🙂")), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(contents=st.lists(CONTENT, min_size=2, max_size=6), system=st.none() | CONTENT,
+       family=st.sampled_from([(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (QWEN3, "<|im_end|>")]))
+def test_the_three_ways_agree(contents: list[str], system: str | None, family: tuple[str, str]):
+    template, eos = family
+    messages = turns(*contents[:len(contents) // 2 * 2], system=system)
+    by_tags = encoder(tagged(template), eos, "tags").encode(messages)
+    assert encoder(plain(template), eos, "offsets").encode(messages) == by_tags
+    assert encoder(plain(template), eos, "prefixes").encode(messages) == by_tags
+    # Every assistant turn has exactly one end-of-turn token, and it is trained.
+    ids, mask = by_tags
+    end = encoder(plain(template), eos).tokenizer.eos_token_id
+    assert sum(m for i, m in zip(ids, mask) if i == end) == sum(m["role"] == "assistant" for m in messages)
+
+
+def test_a_token_across_the_border_is_not_trained_and_refused_without_offsets():
+    # With the merge ↵↵ the header's newline and the answer's first become one token, which is not what was generated.
+    messages = turns("Hi", "\nok")
+    merge = (("Ċ", "Ċ"),)
+    ids, mask = encoder(plain(CHATML), "<|im_end|>", "offsets", merges=merge).encode(messages)
+    chat = encoder(plain(CHATML), "<|im_end|>", merges=merge)
+    assert [t for t, m in zip(chat.tokenizer.convert_ids_to_tokens(ids), mask) if m] == ["ok", "<|im_end|>"]
+    with pytest.raises(Refused, match="across the border") as caught:
+        encoder(plain(CHATML), "<|im_end|>", "prefixes", merges=merge).encode(messages)
+    assert caught.value.reason == "prefix"
+
+
+def test_generation_prompt_that_earlier_turns_do_not_have():
+    # Thinking models prompt with "<think>"; an earlier turn, rendered without it, begins at its content.
+    template = plain(QWEN3).replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    chat = encoder(template, "<|im_end|>")
+    ids, mask = chat.encode(turns("Hi", "ok", "hm", "<think>\nhm\n</think>\n\nok"))
+    trained = [t for t, m in zip(chat.tokenizer.convert_ids_to_tokens(ids), mask) if m]
+    assert trained == ["ok", "<|im_end|>", "hm", "Ċ", "</think>", "Ċ", "Ċ", "ok", "<|im_end|>"]
+
+
+def test_a_template_that_ends_only_the_last_turn_does_not_train_the_next_user_turn():
+    template = ("{% for m in messages %}{{ m.role + ':' + m.content }}"
+                "{% if loop.last and m.role == 'assistant' %}{{ '</s>' }}{% endif %}{% endfor %}"
+                "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
+    chat = encoder(template, "</s>")
+    ids, mask = chat.encode(turns("Hi", "ok", "hm", "Hi"))
+    assert [t for t, m in zip(chat.tokenizer.convert_ids_to_tokens(ids), mask) if m] == ["ok", "Hi", "</s>"]
+
+
+@pytest.mark.parametrize("messages", [turns("Hi", system="kind"), turns("Hi")[:1] * 2])
+def test_conversations_that_the_template_refuses(messages: list[dict]):
+    chat = encoder(plain(MISTRAL), "</s>")
+    with pytest.raises(Refused, match="roles must alternate") as caught:
+        chat.prompt_ids(messages)
+    assert caught.value.reason == "template"
+
+
+def test_a_template_that_leaves_out_a_turn_is_refused():
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(Refused, match="leaves out turn 1"):
+        encoder(template, "</s>").encode(turns("Hi", "ok"))
