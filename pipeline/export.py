@@ -1,0 +1,209 @@
+"""Stage 5: drafter directories per engine, serving.yaml and launch scripts, all derived from the manifest.
+
+Nothing here is typed in twice: the layers come from the manifest's slots, each engine's ids from asking that engine
+(`layer_ids`), the shapes from the trained drafter's config, rope from the target's. What was written is read back by the
+validator before the stage ends.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.drafter import DrafterConfig
+from pipeline.engine import resolve_device
+from pipeline.errors import PipelineError
+from pipeline.files import read_json, save_safetensors, write_json
+from pipeline.layer_ids import EngineIds, derive_sglang_ids, derive_vllm_ids
+from pipeline.manifest import EngineExport, ExportRecord, Manifest
+from pipeline.stage import StageResult
+from pipeline.target import Target
+from pipeline.validate import ARCHITECTURE, validate
+
+_RETRAIN = "make train"
+
+
+def export(config: Config, target: Target, manifest: Manifest, run_dir: Path, folder: Path) -> StageResult:
+    """Write `sglang/`, `vllm/` (as `export.engines` asks), `serving.yaml` and one launch script per engine.
+
+    An engine that cannot serve this drafter is refused with the reason, in serving.yaml and on the terminal, and the
+    others are still written.
+
+    Raises:
+        PipelineError: the trained files do not fit the manifest, no ids lead to the layers, the engine rotates
+            differently from the trainer, or the validator finds a problem.
+    """
+    from pipeline import serving
+
+    drafter, weights = read_trained(run_dir / "train", manifest)
+    device = resolve_device(config.device)
+    dtype = _export_dtype(config.export.dtype, device)
+    context = config.export.served_context or target.text.max_position_embeddings
+    layers = manifest.fc_layers()
+    record, outputs, metrics, refused = ExportRecord(), [], {"dtype": dtype}, {}
+    for engine in config.export.engines:
+        out = folder / engine
+        shutil.rmtree(out, ignore_errors=True)
+        if engine == "sglang":
+            ids = derive_sglang_ids(target.path, layers)
+            write_sglang(out, drafter, weights, ids, dtype=dtype, context=context, target_text=target.text)
+            check_rope(drafter, out)
+            checked = ["pipeline.validate", "rope tables of the installed SGLang equal the trainer's"]
+        else:
+            if (reason := why_not_vllm(manifest, drafter)) is not None:
+                refused[engine] = reason
+                print(f"export: no files for {engine}: {reason}")
+                continue
+            from pipeline.export_vllm import write_vllm
+
+            ids = derive_vllm_ids(layers, target.num_layers)
+            write_vllm(out, drafter, weights, ids, dtype=dtype, context=context, target_text=target.text,
+                       verifier=serving.target_name(config, target), architecture=target.record.architecture)
+            checked = ["pipeline.validate"]
+        validate(out, context=context, target=target.path).raise_if_bad()
+        record.engines[engine] = EngineExport(
+            version=ids.version or "not asked", ids=list(ids.ids), capture_points=list(ids.capture_points),
+            model_class=ids.model_class, rule_source=ids.rule_source, proven=ids.proven, validated_by=checked)
+        if not ids.proven:
+            print(f"export: {engine} ids {list(ids.ids)}: {ids.note}")
+        metrics[f"{engine}_ids"] = ",".join(map(str, ids.ids))
+        outputs += [out / "config.json", out / "model.safetensors"]
+    outputs += serving.write_serving(folder, config, target, manifest, record, refused, device=device)
+    return StageResult(outputs=outputs, counts={"parameters": sum(w.numel() for w in weights.values() if w.is_floating_point())},
+                       metrics=metrics | {f"{k}_refused": v for k, v in refused.items()}, export=record)
+
+
+def read_trained(folder: Path, manifest: Manifest) -> tuple[DrafterConfig, dict[str, Any]]:
+    """The drafter's config and weights as stage 4 left them.
+
+    Raises:
+        PipelineError: a file cannot be read, or it was trained on another number of slots than the manifest binds.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    raw = read_json(folder / "config.json", fix=_RETRAIN)
+    try:
+        drafter = DrafterConfig(**raw)
+    except TypeError as e:
+        raise PipelineError(f"the trained drafter's config does not fit this pipeline: {e}", field=str(folder / "config.json"),
+                            fix=_RETRAIN) from e
+    if drafter.num_fc_inputs != len(manifest.fc_slots()):
+        raise PipelineError(f"the drafter was trained on {drafter.num_fc_inputs} slots, the manifest binds "
+                            f"{len(manifest.fc_slots())}", field="slots.layers", value=manifest.fc_layers(), fix=_RETRAIN)
+    path = folder / "drafter.safetensors"
+    try:
+        return drafter, load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise PipelineError(f"the trained weights cannot be read: {e}", field=str(path), fix=_RETRAIN) from e
+
+
+def write_sglang(folder: Path, drafter: DrafterConfig, weights: dict[str, Any], ids: EngineIds, *, dtype: str,
+                 context: int, target_text: Any) -> None:
+    """config.json and model.safetensors as SGLang 0.5.23's `models/llama_eagle3.py` loads them.
+
+    Args:
+        weights: tensors under the drafter's parameter names, with `d2t` and `t2d`; the embedding is the target's and is
+            not among them.
+        dtype: "float32" or "bfloat16" for the weights.
+        context: longest served context, tokens.
+        target_text: the target's text config, for its special tokens.
+    """
+    write_json(folder / "config.json", sglang_config(drafter, ids, dtype=dtype, context=context, target_text=target_text))
+    save_safetensors(folder / "model.safetensors", cast(weights, dtype), metadata={"format": "pt"})
+
+
+def sglang_config(drafter: DrafterConfig, ids: EngineIds, *, dtype: str, context: int, target_text: Any) -> dict[str, Any]:
+    """config.json for SGLang. Every size is written out: SGLang's defaults belong to another model."""
+    rope = dict(drafter.rope_parameters)
+    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": drafter.hidden_size,
+        "intermediate_size": drafter.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": drafter.num_attention_heads,
+        "num_key_value_heads": drafter.num_key_value_heads,
+        "head_dim": drafter.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": drafter.rms_norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": drafter.vocab_size,
+        "draft_vocab_size": drafter.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": max(drafter.max_position_embeddings, context),
+        # Both spellings: transformers 5 and SGLang read rope_parameters, older readers the other two.
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_parameters": rope,
+        "num_aux_hidden_states": drafter.num_fc_inputs,
+        # Nested only: SGLang reads nothing else, and vLLM would take a top-level key in its own convention.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(ids.ids), "use_aux_hidden_state": True},
+        "bos_token_id": getattr(target_text, "bos_token_id", None),
+        "eos_token_id": getattr(target_text, "eos_token_id", None),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    # Off unless trained with, and then where llama_eagle3.py looks for each.
+    if drafter.norm_before_fc:
+        config["eagle_config"]["norm_before_fc"] = True
+    return config | {name: True for name in ("fc_norm", "norm_output") if getattr(drafter, name)}
+
+
+def cast(weights: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Floating-point tensors in `dtype`, `d2t` and `t2d` as they are."""
+    import torch
+
+    to = getattr(torch, dtype)
+    return {name: (t.to(to) if t.is_floating_point() else t).contiguous() for name, t in weights.items()}
+
+
+def why_not_vllm(manifest: Manifest, drafter: DrafterConfig) -> str | None:
+    """Why this drafter must not be exported for vLLM; None if it may."""
+    for name, slot in sorted(manifest.slots.items()):
+        if slot.equals_transformers is False:
+            return (f"slot {name} holds what SGLang captures for {slot.tensor}, which differs from the residual stream "
+                    "that vLLM captures: this drafter is right for SGLang only")
+    if drafter.norm_before_fc and drafter.fc_norm:
+        return "norm_before_fc and fc_norm together are not possible in the speculators format"
+    return None
+
+
+def check_rope(drafter: DrafterConfig, folder: Path) -> None:
+    """Compare cos/sin of the installed SGLang for the exported config with the trainer's, over the first positions.
+
+    Raises:
+        PipelineError: they differ, so that every draft would be rotated otherwise than in training.
+    """
+    import torch
+
+    from pipeline.rope import Rope
+
+    # As SGLang's model loader and attention do it, so that the exported file is read the way the engine reads it.
+    from sglang.srt.layers.rotary_embedding import get_rope
+    from sglang.srt.utils.hf_transformers.common import get_rope_config
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    exported = get_config(str(folder), trust_remote_code=False)
+    theta, scaling = get_rope_config(exported)
+    position = torch.arange(min(4096, drafter.max_position_embeddings))
+    engine = get_rope(drafter.head_dim, drafter.head_dim, exported.max_position_embeddings, theta, True,
+                      dict(scaling) if scaling else None, torch.float32).cos_sin_cache[position].cpu().float()
+    cos, sin = Rope(drafter.head_dim, drafter.rope_parameters, drafter.max_position_embeddings).cos_sin(
+        position, torch.full_like(position, len(position)), torch.device("cpu"))
+    half = cos.shape[1] // 2
+    trainer = torch.cat([cos[:, :half], sin[:, :half]], -1)
+    if engine.shape != trainer.shape or not torch.allclose(engine, trainer, atol=1e-4):
+        raise PipelineError("the installed SGLang rotates this drafter otherwise than the trainer did",
+                            field="rope_parameters", value=drafter.rope_parameters,
+                            fix="use a target whose rope SGLang and transformers compute alike, or report this rope type")
+
+
+def _export_dtype(asked: str, device: str) -> str:
+    if asked == "auto":
+        return "float32" if device == "cpu" else "bfloat16"
+    return {"fp32": "float32", "bf16": "bfloat16"}[asked]

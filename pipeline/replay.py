@@ -1,0 +1,237 @@
+"""Replay: an independent, plain forward over the exported files, and the accept lengths that follow from it.
+
+Nothing of the trainer is used: no `Drafter`, no TTT attention, no packing, no gate of `alignment`. The weights and sizes come
+from `export/sglang/`, rope from transformers, attention is written out over dense scores. What the trainer, this file and
+the engine agree on is therefore not agreed by sharing code.
+
+Rows as the engine has them: row i holds the target's hidden states at token i, reads the embedding of token i+1, stands at
+rope position i and drafts token i+2. Draft step j reads the token before it and attends to the rows 0 … i, whose keys
+always come from the target's hidden states (the engine writes them anew after each verification), and to its own steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softmax
+
+from pipeline.validate import norm_before_fc
+
+_SCORES = 1 << 26  # most attention scores held at a time
+
+
+class ExportedDrafter:
+    """The drafter in an exported SGLang folder, computing in fp32.
+
+    Args:
+        folder: config.json and model.safetensors.
+        embedding: [V, H], the target's.
+    """
+
+    def __init__(self, folder: Path, embedding: Tensor):
+        from safetensors.torch import load_file
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        self.config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        weights = load_file(Path(folder) / "model.safetensors")
+        self.target_id = weights.pop("d2t") + torch.arange(self.config["draft_vocab_size"])
+        weights.pop("t2d")
+        self.weights = {name: tensor.float() for name, tensor in weights.items()}
+        self.embedding = embedding
+        self.rotary = LlamaRotaryEmbedding(LlamaConfig(**{
+            key: self.config[key] for key in ("head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings",
+                                              "rope_parameters")}))
+
+    @torch.inference_mode()
+    def draft(self, ids: Tensor, features: Tensor, rows: Tensor, steps: int, *, forced: bool) -> Tensor:
+        """Greedy drafts.
+
+        Args:
+            ids: [T] the sequence.
+            features: [T, n·H] fc's input at every token.
+            rows: [N] rows to draft from, each below T-1.
+            steps: K.
+            forced: step j reads token i+1+j of the sequence (as in training) instead of its own last draft (as served).
+
+        Returns:
+            [N, K] drafted target ids; entry j of row i is the draft of token i+2+j.
+        """
+        key0, value0, fused = self._block0(ids, features)
+        heads = self.config["num_attention_heads"]
+        chunk = max(1, _SCORES // (heads * len(ids)))
+        parts = [self._draft_rows(part, ids, fused, key0, value0, steps, forced) for part in rows.split(chunk)]
+        return torch.cat(parts) if parts else torch.empty(0, steps, dtype=torch.long)
+
+    def _block0(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [T-1, A, D] of every row that has a next token, and fc's output [T-1, H]."""
+        fused = self._fuse(features[:-1].float())
+        x = self._layer_input(self.embedding[ids[1:]].float(), fused)
+        key, value = self._heads("k", x), self._heads("v", x)
+        return self._full(self._rotate(key, torch.arange(len(fused)))), self._full(value), fused
+
+    def _draft_rows(self, rows: Tensor, ids: Tensor, fused: Tensor, key0: Tensor, value0: Tensor, steps: int,
+                    forced: bool) -> Tensor:
+        visible = torch.arange(len(key0)) <= rows[:, None]  # [N, T-1]
+        hidden, token = fused[rows], ids[rows + 1]
+        own_keys, own_values, drafts = [], [], []
+        for j in range(steps):
+            x = self._layer_input(self.embedding[token].float(), hidden)
+            query = self._rotate(self._heads("q", x), rows + j)  # [N, A, D]
+            if j:
+                own_keys.append(self._full(self._rotate(self._heads("k", x), rows + j)))
+                own_values.append(self._full(self._heads("v", x)))
+            scores = torch.einsum("nad,rad->nar", query, key0).masked_fill(~visible[:, None], float("-inf"))
+            own = [(query * key).sum(-1, keepdim=True) for key in own_keys]
+            weight = softmax(torch.cat([scores, *own], -1) * self.config["head_dim"] ** -0.5, -1)
+            attended = torch.einsum("nar,rad->nad", weight[..., : len(key0)], value0)
+            for t, value in enumerate(own_values):
+                attended = attended + weight[..., len(key0) + t, None] * value
+            hidden = hidden + attended.flatten(1) @ self.weights["midlayer.self_attn.o_proj.weight"].T
+            hidden = hidden + self._mlp(self._norm("midlayer.post_attention_layernorm", hidden))
+            normed = self._norm("norm", hidden)
+            token = self.target_id[(normed @ self.weights["lm_head.weight"].T).argmax(-1)]
+            drafts.append(token)
+            if forced:
+                token = ids[(rows + 2 + j).clamp(max=len(ids) - 1)]
+            if self.config.get("norm_output"):
+                hidden = normed
+        return torch.stack(drafts, 1)
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        if norm_before_fc(self.config):
+            features = self._norm("input_norm", features)
+        if self.config.get("fc_norm"):
+            slots = features.chunk(self.config["num_aux_hidden_states"], -1)
+            features = torch.cat([self._norm(f"fc_norm.{i}", slot) for i, slot in enumerate(slots)], -1)
+        return features @ self.weights["fc.weight"].T
+
+    def _layer_input(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat([self._norm("midlayer.input_layernorm", embedding), self._norm("midlayer.hidden_norm", hidden)], -1)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        gate, up, down = (self.weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    def _heads(self, which: str, x: Tensor) -> Tensor:
+        return (x @ self.weights[f"midlayer.self_attn.{which}_proj.weight"].T).unflatten(-1, (-1, self.config["head_dim"]))
+
+    def _full(self, x: Tensor) -> Tensor:
+        """Repeat every key/value head for the query heads that share it."""
+        return x.repeat_interleave(self.config["num_attention_heads"] // self.config["num_key_value_heads"], 1)
+
+    def _rotate(self, x: Tensor, position: Tensor) -> Tensor:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        cos, sin = self.rotary(x, position[None])
+        return apply_rotary_pos_emb(x[None], x[None], cos, sin, unsqueeze_dim=2)[0][0]
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * self.weights[f"{name}.weight"]
+
+
+# ---------------------------------------------------------------- accuracy, as the trainer's validation counts it
+
+
+@dataclass
+class Accuracy:
+    """Sums over rows per step, to be divided last.
+
+    Attributes:
+        rows: gated rows of step j.
+        hits: of these, rows whose draft is the target's argmax over its full vocabulary.
+        prefix: of these, rows right at this and every earlier step.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)
+    prefix: list[int] = field(default_factory=list)
+
+    def per_step(self) -> list[float]:
+        return [h / max(r, 1) for h, r in zip(self.hits, self.rows)]
+
+    def tau_row(self, steps: int) -> float:
+        """1 + Σ_{j<steps} prefix_j / rows_j"""
+        return 1.0 + sum(p / max(r, 1) for p, r in zip(self.prefix[:steps], self.rows))
+
+
+def gated_rows(generated: Sequence[int], step: int) -> list[int]:
+    """Rows i with tokens i+1 … i+2+step all written by the target, the last of which exists."""
+    last = len(generated) - 1
+    return [i for i in range(last) if i + 2 + step <= last and all(generated[i + 1 : i + 3 + step])]
+
+
+def teacher_forced_accuracy(drafter: ExportedDrafter, samples: Iterable[tuple[Tensor, list[int], Tensor, Tensor]],
+                            steps: int) -> Accuracy:
+    """Accuracy of every step over the gated rows.
+
+    Args:
+        samples: per sample: ids [T], loss mask, features [T, n·H], and the target's argmax at every token [T]
+            (which predicts the next one).
+    """
+    total = Accuracy([0] * steps, [0] * steps, [0] * steps)
+    for ids, generated, features, argmax in samples:
+        rows = gated_rows(generated, 0)
+        if not rows:
+            continue
+        index = torch.tensor(rows)
+        drafts = drafter.draft(ids, features, index, steps, forced=True)
+        right = torch.ones(len(rows), dtype=torch.bool)
+        for j in range(steps):
+            gated = torch.isin(index, torch.tensor(gated_rows(generated, j), dtype=torch.long))
+            hit = drafts[:, j] == argmax[(index + 1 + j).clamp(max=len(ids) - 1)]
+            right &= hit
+            total.rows[j] += int(gated.sum())
+            total.hits[j] += int((hit & gated).sum())
+            total.prefix[j] += int((right & gated).sum())
+    return total
+
+
+# ---------------------------------------------------------------- accept length, as the engine counts it
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One request walked as the engine does: drafts accepted in every verification, in order."""
+
+    accepted: list[int]
+    """As SGLang's `spec_num_correct_drafts` counts: also drafts that the target confirms past the end of the output."""
+    clipped: list[int]
+    """Only drafts inside the output, which is what a user gets."""
+
+    @property
+    def cycles(self) -> int:
+        return len(self.accepted)
+
+
+def walk(drafts: Tensor, sequence: Sequence[int], first_row: int, end: int) -> Walk:
+    """Walk a sequence: draft at a row, accept a tokens, go on a + 1 rows later.
+
+    Args:
+        drafts: [rows, K] free-running drafts of the rows first_row, first_row + 1, …
+        sequence: prompt, output, and the target's next K greedy tokens after the output (SGLang verifies past the end
+            of turn and past the length limit, and counts what it accepts there).
+        first_row: the row that reads the first response token, i.e. the last row of the prompt.
+        end: index of the output's last token.
+    """
+    accepted, clipped, row = [], [], first_row
+    while row + 1 < end:  # the newest token, row + 1, is not the last one: the engine verifies once more
+        draft = drafts[row - first_row].tolist()
+        a = 0
+        while a < len(draft) and row + 2 + a < len(sequence) and draft[a] == sequence[row + 2 + a]:
+            a += 1
+        accepted.append(a)
+        clipped.append(min(a, end - (row + 1)))
+        row += a + 1
+    return Walk(accepted, clipped)
+
+
+def tau(accepted: Iterable[int]) -> float:
+    """1 + accepted / cycles, 1.0 where there was no cycle."""
+    counts = list(accepted)
+    return 1.0 + sum(counts) / max(len(counts), 1)
