@@ -54,7 +54,7 @@ class TargetConfig(Section):
     vocab_size: int | None = Field(gt=0)
     max_position_embeddings: int | None = Field(gt=0)
     slots_layers: list[int] | None
-    """default layer outputs of this target"""
+    """default layer outputs of this target; null: [1, N//2-1, N-4]"""
     drafter: TargetDrafterConfig
     tp_size: int = Field(gt=0)
     """tensor parallel size of the engine"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.config import Config
 from pipeline.errors import PipelineError
-from pipeline.layer_ids import check_layers
+from pipeline.layer_ids import check_layers, default_layers
 from pipeline.manifest import Manifest
 
 
@@ -14,7 +14,8 @@ def layers_to_dump(config: Config, manifest: Manifest | None) -> tuple[list[int]
     Without `slots.layers` the run keeps the layers it has; a new run takes the target's default. A dump that already
     holds all that is wanted is not narrowed: its slots can be re-bound by `make standardize`.
     """
-    asked = config.slots.layers or (manifest and manifest.fc_layers()) or config.target.slots_layers
+    asked = (config.slots.layers or (manifest and manifest.fc_layers()) or config.target.slots_layers
+             or default_layers(config.target.num_layers))
     slots = list(check_layers(asked, config.target.num_layers))
     wanted = sorted({*slots, *(config.dump.layers or [])})
     check_layers(wanted, config.target.num_layers)

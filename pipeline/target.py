@@ -101,9 +101,16 @@ class Target:
         if not files:
             raise PipelineError("the target has no safetensors weights", field="target.path", value=str(self.path),
                                 fix="download the safetensors files, or convert .bin files with transformers")
+        return {name: f.name for f in files for name in self._open(f).keys()}
+
+    def _open(self, file: Path):
         from safetensors import safe_open
 
-        return {name: f.name for f in files for name in safe_open(f, framework="pt").keys()}
+        try:
+            return safe_open(file, framework="pt")
+        except Exception as e:  # a missing file is an OSError, a truncated one safetensors' own error
+            raise PipelineError(f"cannot read {file}: {e}", field="target.path", value=str(self.path),
+                                fix="download that file again") from e
 
     def find_tensor(self, what: str) -> str | None:
         """Name of the checkpoint's tensor for `what`: "embedding", "final norm" or "output head"."""
@@ -119,18 +126,10 @@ class Target:
         Raises:
             PipelineError: the checkpoint has no such tensor, or its file is damaged.
         """
-        from safetensors import safe_open
-
         if (name := self.find_tensor(what)) is None:
             raise PipelineError(f"the checkpoint has no tensor that looks like the {what}", field="target.path",
                                 value=str(self.path), fix=f"names tried: {_TENSORS[what].pattern}")
-        file = self.path / self._tensor_files[name]
-        try:
-            with safe_open(file, framework="pt") as f:
-                tensor = f.get_tensor(name)
-        except Exception as e:
-            raise PipelineError(f"cannot read {name} from {file}: {e}", field="target.path", value=str(self.path),
-                                fix="download that file again") from e
+        tensor = self._open(self.path / self._tensor_files[name]).get_tensor(name)
         return tensor if rows is None else tensor[rows]
 
 
@@ -283,8 +282,6 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerB
 
 def _fill(config: Config, target: Target, facts: dict) -> Config:
     """The configuration with null facts of target and drafter taken from the checkpoint."""
-    from pipeline.layer_ids import default_layers
-
     text = target.text
     heads = text.num_attention_heads
     shape = {
@@ -294,8 +291,6 @@ def _fill(config: Config, target: Target, facts: dict) -> Config:
         "intermediate_size": text.intermediate_size,
     }
     nulls = {k: v for k, v in facts.items() if getattr(config.target, k) is None}
-    if config.target.slots_layers is None:
-        nulls["slots_layers"] = list(default_layers(target.num_layers))
     drafter = {k: v for k, v in shape.items() if getattr(config.drafter, k) is None}
     if config.drafter.max_position_embeddings is None:
         drafter["max_position_embeddings"] = facts["max_position_embeddings"]
