@@ -69,16 +69,15 @@ def check_layers(layers: Sequence[int], num_layers: int, *, allow_last: bool = F
     def refuse(why: str) -> PipelineError:
         usable = num_layers if allow_last else num_layers - 1
         example = sorted({max(0, min(usable - 1, layer)) for layer in layers if type(layer) is int})
-        if len(example) < 2 and num_layers >= 6:
-            example = list(default_layers(num_layers))
-        fix = _choose(example) if len(example) > 1 else "choose a deeper target"
-        return PipelineError(f"slots.layers: {why}", field="slots.layers", value=_list(layers), fix=fix)
+        if len(example) < 2:
+            example = [0, usable - 1] if num_layers < 7 else list(default_layers(num_layers))
+        return PipelineError(f"slots.layers: {why}", field="slots.layers", value=_list(layers), fix=_choose(example))
 
     if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence):
         raise PipelineError(
             "slots.layers must be a list of layer outputs", field="slots.layers", value=layers,
             fix=_choose([2, 15, 27]),
-        )  # fmt: skip
+        )
     if not all(type(layer) is int for layer in layers):
         raise refuse("every entry must be a whole number")
     if len(layers) < 2:
@@ -107,12 +106,10 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
     """
     layers = (1, num_layers // 2 - 1, num_layers - 4)
     if not layers[0] < layers[1] < layers[2]:
-        example = [layer for layer in (0, num_layers - 2) if layer >= 0]
         raise PipelineError(
             f"the target has {num_layers} layers, too few for the default low, middle and high layer outputs",
-            field="slots.layers", value="null (default)",
-            fix=_choose(example) if len(set(example)) > 1 else "choose a deeper target",
-        )  # fmt: skip
+            field="slots.layers", value="null (default)", fix=_choose([0, num_layers - 2]),
+        )
     return layers
 
 
@@ -121,6 +118,8 @@ def _list(layers: Any) -> str:
 
 
 def _choose(layers: Sequence[int]) -> str:
+    if layers[0] >= layers[-1]:
+        return "choose a deeper target"
     return f'make dump ARGS="slots.layers={_list(layers)}"'
 
 
@@ -141,6 +140,7 @@ def derive_sglang_ids(config: Any, layers: Sequence[int], *, allow_last: bool = 
         PipelineError: the class cannot be asked, or no ids lead to these layers.
     """
     config = layer_stubs.read_config(config)
+    check_layers(layers, layer_stubs.num_layers(config), allow_last=allow_last)  # before SGLang's slow import
     return derive_for_class(layer_stubs.model_class(config), config, layers, allow_last=allow_last)
 
 
@@ -164,20 +164,21 @@ def derive_for_class(
             return EngineIds(
                 engine="sglang", version=layer_stubs.sglang_version(), ids=ids, capture_points=wanted,
                 model_class=cls.__name__, rule_source=layer_stubs.rule_source(cls), proven=proven, note=_note(cls, proven),
-            )  # fmt: skip
+            )
     tried = [(ids, answer) for ids, answer in answers.items() if isinstance(answer, tuple)]
     if not tried:
         ids, answer = next(iter(answers.items()))
         raise PipelineError(
             f"SGLang's {cls.__name__} cannot be asked which layers it captures: for ids {_list(ids)} its code says: {answer}",
             field="architectures", value=cls.__name__, fix=layer_stubs.TARGETS_FIX,
-        )  # fmt: skip
+        )
     ids, points = tried[0]
     raise PipelineError(
         f"no ids make SGLang's {cls.__name__} capture layer outputs {_list(layers)}; "
         f"ids {_list(ids)} give layer outputs {_list(p - 1 for p in points)}",
-        field="slots.layers", value=_list(layers), fix=_choose(default_layers(num_layers)),
-    )  # fmt: skip
+        field="slots.layers", value=_list(layers),
+        fix="choose other layers; `python -m pipeline.layer_ids --config DIR --layers ...` says which have ids",
+    )
 
 
 def _candidates(layers: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:
@@ -211,7 +212,7 @@ def _refuse_if_ids_are_ignored(
     raise PipelineError(
         f"SGLang's {cls.__name__} captures layer outputs {_list(p - 1 for p in points)} whatever ids it is given",
         field="slots.layers", value=_list(p - 1 for p in points), fix=layer_stubs.TARGETS_FIX,
-    )  # fmt: skip
+    )
 
 
 def _note(cls: type, proven: bool) -> str:
@@ -233,7 +234,7 @@ def capture_points_for(config: Any, ids: Sequence[int] | None) -> tuple[int, ...
         raise PipelineError(
             f"SGLang's {cls.__name__} does not accept these ids: {e}",
             field="eagle_config.eagle_aux_hidden_state_layer_ids", value=ids, fix="make export (derives the ids anew)",
-        ) from e  # fmt: skip
+        ) from e
 
 
 # ---------------------------------------------------------------- vLLM: a documented rule
@@ -246,7 +247,7 @@ def derive_vllm_ids(layers: Sequence[int], num_layers: int) -> EngineIds:
         engine="vllm", version=None, ids=points, capture_points=points, model_class=None,
         rule_source="vLLM 0.32.0 and speculators 0.9.0: an id is a capture point, layer output + 1",
         proven=False, note="documented rule, not asked: vLLM is not installed here",
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- somebody else's ids

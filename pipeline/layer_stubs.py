@@ -79,7 +79,7 @@ def num_layers(config: SimpleNamespace) -> int:
         raise PipelineError(
             "the target's config does not say how many decoder layers it has",
             field="num_hidden_layers", value=n, fix="set target.path to a complete checkpoint",
-        )  # fmt: skip
+        )
     return n
 
 
@@ -147,12 +147,12 @@ def model_class(config: SimpleNamespace) -> type:
         raise PipelineError(
             f"SGLang {sglang_version()} offers no model class for this target{_why_missing(architectures)}",
             field="architectures", value=architectures, fix=TARGETS_FIX,
-        )  # fmt: skip
+        )
     if not callable(getattr(known[name], METHOD, None)):
         raise PipelineError(
             f"SGLang {sglang_version()}'s {name} has no {METHOD}: it can neither dump hidden states nor serve an EAGLE-3 drafter",
             field="architectures", value=architectures, fix=TARGETS_FIX,
-        )  # fmt: skip
+        )
     return known[name]
 
 
