@@ -1,0 +1,343 @@
+"""The drafter equals a dense reference, speculators' model and itself under any packing; RoPE equals transformers'."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from dense_reference import ttt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.drafter import STEP_DECAY, Drafter, DrafterConfig, FrozenTarget, PackedBatch
+from pipeline.errors import PipelineError
+from pipeline.rope import Rope, rotate
+from pipeline.target import OutputHead
+
+VOCAB, DRAFT_VOCAB, HIDDEN = 50, 30, 12
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
+
+
+def make_drafter(dtype=torch.float32, seed=0, **changes) -> Drafter:
+    config = DrafterConfig(**{
+        "hidden_size": HIDDEN, "intermediate_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB, "max_position_embeddings": 64, **changes,
+    })  # fmt: skip
+    torch.manual_seed(seed)
+    drafter = Drafter(config, torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values).to(dtype)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            # Large enough for every term to matter; norms away from 1.
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
+    return drafter
+
+
+def make_samples(lengths: list[int], masks: list[list[bool]], n: int, dtype=torch.float32, seed=0) -> list[dict]:
+    g = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "input_ids": torch.randint(0, VOCAB, (size,), generator=g),
+            "features": torch.randn(size, n * HIDDEN, generator=g, dtype=torch.float64).to(dtype),
+            "final_hidden": torch.randn(size, HIDDEN, generator=g, dtype=torch.float64).to(dtype),
+            "loss_mask": torch.tensor(mask),
+        }
+        for size, mask in zip(lengths, masks, strict=True)
+    ]
+
+
+def target_matrices(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(7)
+    return tuple(torch.randn(VOCAB, HIDDEN, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
+
+
+def pack(samples: list[dict]) -> PackedBatch:
+    lm_head = target_matrices(samples[0]["final_hidden"].dtype)[1]
+    joined = {key: torch.cat([s[key] for s in samples]) for key in samples[0]}
+    return PackedBatch(
+        **joined,
+        teacher_argmax=(joined["final_hidden"] @ lm_head.T).argmax(-1).int(),
+        sample_lengths=torch.tensor([len(s["input_ids"]) for s in samples]),
+    )
+
+
+def draft_ids(drafter: Drafter) -> torch.Tensor:
+    return drafter.t2d.nonzero().squeeze(1)
+
+
+def frozen(drafter: Drafter) -> FrozenTarget:
+    embedding, lm_head = target_matrices(drafter.fc.weight.dtype)
+    return FrozenTarget(embedding, OutputHead(lm_head[draft_ids(drafter)], torch.ones(HIDDEN), 1e-5))
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    assert (found - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1e-2)
+
+
+@st.composite
+def drafters_and_samples(draw):
+    lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
+    masks = [draw(st.lists(st.sampled_from([True, True, False]), min_size=n, max_size=n)) for n in lengths]
+    kv_heads = draw(st.integers(1, 2))
+    changes = {
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * draw(st.integers(1, 3)),
+        "head_dim": draw(st.sampled_from([2, 4, 10])),
+        "num_fc_inputs": draw(st.sampled_from([2, 3, 5])),
+        "fc_norm": draw(st.booleans()),
+        "norm_before_fc": draw(st.booleans()),
+        "norm_output": draw(st.booleans()),
+    }
+    return lengths, masks, changes, draw(st.integers(1, 4)), draw(st.sampled_from([torch.float64, torch.float32]))
+
+
+@settings(max_examples=80, deadline=None)
+@given(drafters_and_samples())
+def test_equals_dense_reference(case):
+    lengths, masks, changes, steps, dtype = case
+    drafter = make_drafter(dtype, **changes)
+    samples = make_samples(lengths, masks, changes["num_fc_inputs"], dtype)
+    found = drafter.forward_ttt(pack(samples), frozen(drafter), steps)
+    found.loss.backward()
+
+    weights = {name: p.detach().clone().requires_grad_() for name, p in drafter.named_parameters()}
+    embedding, lm_head = target_matrices(dtype)
+    parts = [ttt(weights, drafter.config, s, embedding, lm_head, draft_ids(drafter), steps) for s in samples]
+    loss = torch.zeros((), dtype=dtype)
+    for step in range(steps):
+        loss_sum = torch.stack([p.loss_sums[step] for p in parts]).sum()
+        rows = sum(p.loss_rows[step] for p in parts)
+        loss = loss + STEP_DECAY**step * loss_sum / max(rows, 1)
+        assert_close(found.metrics["loss_sum"][step], loss_sum.detach(), TOLERANCE[dtype])
+        assert found.metrics["loss_rows"][step] == rows
+        for count in ("gated", "hits", "prefix_hits"):
+            assert found.metrics[count][step] == sum(getattr(p, count)[step] for p in parts)
+    assert_close(found.loss.detach(), loss.detach(), TOLERANCE[dtype])
+    wanted = dict.fromkeys(weights) if not loss.requires_grad else dict(
+        zip(weights, torch.autograd.grad(loss, weights.values(), allow_unused=True, materialize_grads=True), strict=True)
+    )  # fmt: skip
+    for name, parameter in drafter.named_parameters():
+        if wanted[name] is None:
+            assert not parameter.grad.any()
+        else:
+            assert_close(parameter.grad, wanted[name], TOLERANCE[dtype])
+
+
+def test_the_loss_does_not_depend_on_packing():
+    """One batch of 8 samples, and 8 of 1 whose gradients accumulate, give the same sums and gradients."""
+    lengths = [5, 17, 9, 30, 2, 12, 8, 21]
+    g = torch.Generator().manual_seed(3)
+    masks = [(torch.rand(n, generator=g) < 0.8).tolist() for n in lengths]
+    samples = make_samples(lengths, masks, 3)
+    drafter, steps = make_drafter(), 4
+    target = frozen(drafter)
+    whole = drafter.forward_ttt(pack(samples), target, steps)
+    whole.loss.backward()
+    wanted = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+
+    drafter.zero_grad()
+    loss_rows = sum(drafter.select_rows(pack([s]), steps).loss_rows for s in samples)
+    step_weights = STEP_DECAY ** torch.arange(steps) / loss_rows
+    parts = [drafter.forward_ttt(pack([s]), target, steps, step_weights) for s in samples]
+    sum(p.loss for p in parts).backward()
+    assert_close(sum(p.loss for p in parts).detach(), whole.loss.detach(), 1e-6)
+    for name, total in whole.metrics.items():
+        assert_close(sum(p.metrics[name] for p in parts), total, 1e-6)
+    for name, parameter in drafter.named_parameters():
+        assert_close(parameter.grad, wanted[name], 1e-5)
+
+
+def test_a_sample_without_a_counting_row_changes_nothing():
+    samples = make_samples([9, 6], [[True] * 9, [False] * 6], 3)
+    drafter = make_drafter()
+    both, one = (drafter.forward_ttt(pack(part), frozen(drafter), 3) for part in (samples, samples[:1]))
+    assert torch.equal(both.loss, one.loss)
+
+
+def test_a_batch_without_a_counting_row_has_zero_loss_and_a_gradient_for_every_parameter():
+    """DDP waits for the gradient of every parameter."""
+    drafter = make_drafter()
+    out = drafter.forward_ttt(pack(make_samples([6], [[False] * 6], 3)), frozen(drafter), 3)
+    out.loss.backward()
+    assert out.loss == 0 and out.n_rows == 0
+    assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
+
+
+def test_bf16_autocast_is_near_fp32_and_keeps_fp32_gradients():
+    samples = make_samples([40], [[True] * 40], 3)
+    drafter = make_drafter()
+    wanted = drafter.forward_ttt(pack(samples), frozen(drafter), 3).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = drafter.forward_ttt(pack(samples), frozen(drafter), 3).loss
+    found.backward()
+    assert abs(found - wanted) < 0.02 * wanted
+    assert all(p.grad.dtype == torch.float32 for p in drafter.parameters())
+
+
+def test_initialisation_depends_on_the_seed_only():
+    first, second = make_drafter(), make_drafter(seed=1)
+    rows = torch.randn(DRAFT_VOCAB, HIDDEN)
+    for drafter in (first, second):
+        torch.rand(3)
+        drafter.init_weights(5, rows)
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+        if a.ndim == 1:
+            assert (a == 1).all()
+        elif name != "lm_head.weight":
+            assert 0.01 < a.std() < 0.03
+    assert torch.equal(first.lm_head.weight, rows)
+
+
+def test_parameter_names_are_those_sglang_loads():
+    names = [
+        "fc.weight", "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight",
+        *(f"midlayer.self_attn.{p}_proj.weight" for p in "qkvo"), "midlayer.post_attention_layernorm.weight",
+        *(f"midlayer.mlp.{p}_proj.weight" for p in ("gate", "up", "down")), "norm.weight", "lm_head.weight",
+        "d2t", "t2d",
+    ]  # fmt: skip
+    state = make_drafter().state_dict()
+    assert sorted(state) == sorted(names)
+    assert state["d2t"].dtype == torch.int64 and state["t2d"].dtype == torch.bool
+    assert torch.equal(torch.arange(DRAFT_VOCAB) + state["d2t"], state["t2d"].nonzero().squeeze(1))
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_key_value_heads": 3}, {"head_dim": 7}, {"draft_vocab_size": VOCAB + 1}, {"num_fc_inputs": 1}]
+)
+def test_impossible_shapes_are_refused(change):
+    with pytest.raises(PipelineError, match=next(iter(change))):
+        dataclasses.replace(make_drafter().config, **change)
+
+
+@pytest.mark.parametrize("ids", [[1, 0], [0, 0], [0, VOCAB], [-1, 3], [0]])
+def test_an_impossible_draft_vocabulary_is_refused(ids):
+    config = dataclasses.replace(make_drafter().config, draft_vocab_size=2)
+    with pytest.raises(PipelineError, match="draft vocabulary"):
+        Drafter(config, torch.tensor(ids))
+
+
+# -- RoPE against transformers --
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ROPES = {
+    "default": {"rope_type": "default"},
+    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": YARN,
+    "yarn mscale": YARN | {"mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    "yarn partial": YARN | {"partial_rotary_factor": 0.5},
+    "longrope": {
+        "rope_type": "longrope", "short_factor": [1.0 + 0.1 * n for n in range(8)],
+        "long_factor": [2.0 + n for n in range(8)], "original_max_position_embeddings": 32, "factor": 4.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("length", [20, 100])
+def test_rope_equals_transformers(name, length):
+    """Below and beyond the original length. Phi-3's module is the one that knows partial rotary factors."""
+    from transformers import LlamaConfig
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
+
+    parameters = {"rope_theta": 10000.0, **ROPES[name]}
+    config = LlamaConfig(
+        head_dim=16, hidden_size=32, num_attention_heads=2, max_position_embeddings=64,
+        rope_parameters=dict(parameters),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    x = torch.randn(length, 2, 16)
+    position = torch.arange(length)
+    cos, sin = Phi3RotaryEmbedding(config)(x, position[None])
+    wanted, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+
+    rope = Rope(16, parameters, 64)
+    found = rotate(x, *rope.cos_sin(position, torch.full((length,), length), torch.device("cpu")))
+    assert torch.equal(found, wanted[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_length_dependent_rope_of_a_sample_does_not_depend_on_its_neighbours(name):
+    rope = Rope(16, {"rope_theta": 10000.0, **ROPES[name]}, 64)
+    cpu = torch.device("cpu")
+    lengths = torch.tensor([20, 100])
+    position = torch.cat([torch.arange(20), torch.arange(100)])
+    packed = rope.cos_sin(position, lengths.repeat_interleave(lengths), cpu)[0]
+    alone = [rope.cos_sin(torch.arange(n), torch.full((n,), n), cpu)[0] for n in lengths.tolist()]
+    assert torch.equal(packed, torch.cat(alone))
+
+
+def test_an_unknown_rope_type_is_refused_at_construction():
+    with pytest.raises(PipelineError, match="spiral"):
+        Rope(16, {"rope_type": "spiral", "rope_theta": 1e4}, 64)
+
+
+# -- an independent implementation --
+
+
+@pytest.mark.slow
+def test_equals_speculators():
+    """speculators' Eagle3DraftModel with the same weights gives the same logits at every TTT step.
+
+    It leaves the shift to its data loader: at step j its row i reads input_ids[i+j] and learns from final hidden [i+j].
+    """
+    import transformers
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    steps, size = 4, 24
+    drafter = make_drafter()
+    c = drafter.config
+    layer = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=c.intermediate_size, num_hidden_layers=1,
+        num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim,
+        rms_norm_eps=c.rms_norm_eps, max_position_embeddings=64, rope_parameters=dict(c.rope_parameters),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    layer._attn_implementation = "eager"
+    model = Eagle3DraftModel(
+        Eagle3SpeculatorConfig(
+            transformer_layer_config=layer, draft_vocab_size=DRAFT_VOCAB, norm_before_residual=False,
+            eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+            speculators_config=SpeculatorsConfig(
+                algorithm="eagle3", default_proposal_method="greedy",
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=steps)],
+                verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+            ),
+        )
+    )  # fmt: skip
+    model.load_vocab_mappings(drafter.t2d, drafter.d2t)
+    embedding, lm_head = target_matrices()
+    state = {name.replace("midlayer", "layers.0"): p for name, p in drafter.named_parameters()}
+    missing = model.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(embedding)
+        model.verifier_lm_head.weight.copy_(lm_head[draft_ids(drafter)])
+        model.verifier_norm.weight.fill_(1.0)
+
+    sample = make_samples([size], [[True] * size], 3)[0]
+    # Unit RMS, so that speculators' norm of the final hidden leaves it as it is.
+    sample["final_hidden"] /= sample["final_hidden"].square().mean(-1, keepdim=True).sqrt()
+    shown = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: shown.append(output[0].detach()))
+    ours = drafter.unroll(pack([sample]), frozen(drafter), steps, drafter.select_rows(pack([sample]), steps))
+    ours = drafter.lm_head(drafter.norm(ours))  # [T, N, Vd]
+    rows = size - 1
+    model(
+        input_ids=sample["input_ids"][1:][None], hidden_states=sample["features"][:-1][None],
+        verifier_last_hidden_states=sample["final_hidden"][1:][None], loss_mask=torch.ones(1, rows, dtype=torch.bool),
+        document_ids=torch.zeros(1, rows, dtype=torch.long), position_ids=torch.arange(rows)[None], ttt_steps=steps,
+        loss_config=resolve_loss_config("ce", "eager"),
+    )  # fmt: skip
+    for step in range(steps):
+        valid = size - 2 - step  # rows that predict an existing token
+        assert_close(ours[step, :valid].detach(), shown[step][:valid], 1e-5)

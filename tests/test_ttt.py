@@ -1,0 +1,99 @@
+"""TTT attention equals the dense form: output and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense_reference import attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.alignment import select_rows
+from pipeline.ttt import ttt_attention
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
+
+
+@st.composite
+def cases(draw):
+    kv_heads = draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    return dict(
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([2, 4, 8, 10, 64])),
+        lengths=lengths,
+        mask=draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))),
+        own_steps=draw(st.integers(0, 4)),
+        seed=draw(st.integers(0, 10_000)),
+    )
+
+
+@torch.no_grad()
+def relative(found: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) -> float:
+    """Largest difference over the largest entry (or over `floor`, for what cancels to almost nothing)."""
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=floor)) if wanted.numel() else 0.0
+
+
+def check(case: dict, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(case["seed"])
+    lengths = torch.tensor(case["lengths"])
+    total, own_steps = int(lengths.sum()), case["own_steps"]
+
+    def leaf(rows: int, heads: int) -> torch.Tensor:
+        x = torch.randn(rows, heads, case["head_dim"], generator=generator, dtype=torch.float64)
+        return x.to(dtype).requires_grad_()
+
+    mask = torch.tensor(case["mask"])
+    rows = select_rows(mask, lengths, torch.zeros(total, dtype=torch.long), 1)
+    index = rows.index
+    q = leaf(total, case["heads"])
+    keys = [leaf(total, case["kv_heads"]) for _ in range(own_steps + 1)]
+    values = [leaf(total, case["kv_heads"]) for _ in range(own_steps + 1)]
+    grad = torch.randn(q[index].shape, generator=generator, dtype=torch.float64).to(dtype)
+    leaves = [q, *keys, *values]
+
+    found = ttt_attention(
+        q[index], keys[0], values[0], [k[index] for k in keys[1:]], [v[index] for v in values[1:]], rows.segments
+    )
+    samples = [torch.arange(total).split(case["lengths"])[b] for b in range(len(lengths))]
+    dense = torch.cat([attention(q[s], [k[s] for k in keys], [v[s] for v in values]) for s in samples])[index]
+    assert relative(found, dense, 1e-30) <= TOLERANCE[dtype]
+    options = dict(allow_unused=True, materialize_grads=True)
+    dense_grads = torch.autograd.grad(dense, leaves, grad, **options)
+    # With one visible key dq and dk are exactly 0, the difference of two terms as large as dv.
+    floor = max(0.1 * float(g.abs().max()) for g in dense_grads)
+    for a, b in zip(torch.autograd.grad(found, leaves, grad, **options), dense_grads, strict=True):
+        assert relative(a, b, max(floor, 1e-30)) <= TOLERANCE[dtype]
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_equals_dense_fp64(case):
+    check(case, torch.float64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_equals_dense_fp32(case):
+    check(case, torch.float32)
+
+
+@pytest.mark.parametrize("own_steps", [0, 6])
+def test_large_enough_to_cross_the_kernels_blocks(own_steps):
+    mask = [i >= 61 and i % 97 != 0 for i in range(300)] + [True] * 90
+    check(
+        dict(heads=6, kv_heads=2, head_dim=64, lengths=[300, 90], mask=mask, own_steps=own_steps, seed=0),
+        torch.float32,
+    )
+
+
+def test_large_scores_do_not_overflow():
+    """Scores of several hundred: only differences to the logsumexp may be exponentiated."""
+    q = torch.full((3, 1, 4), 20.0)
+    k = torch.full((4, 1, 4), 20.0)
+    v = torch.arange(4.0)[:, None, None].expand(4, 1, 4).contiguous()
+    rows = select_rows(torch.tensor([False, True, True, True, True]), torch.tensor([5]), torch.zeros(5).long(), 1)
+    out = ttt_attention(q, k, v, [k[:3] + 1], [v[:3] + 10], rows.segments)
+    # The own key of step 1 scores 840 against 800 of all others: it takes everything.
+    assert torch.allclose(out, v[:3] + 10)
