@@ -41,6 +41,12 @@ def shard_paths(folder: Path) -> list[Path]:
     return sorted(Path(folder).glob("shard-*.safetensors"), key=shard_number)
 
 
+def next_shard_path(folder: Path) -> Path:
+    """Where the next shard goes: after the highest number, so that a resumed dump overwrites nothing."""
+    existing = shard_paths(folder)
+    return shard_path(folder, shard_number(existing[-1]) + 1 if existing else 0)
+
+
 def shard_number(path: Path) -> int:
     return int(Path(path).stem.removeprefix("shard-"))
 

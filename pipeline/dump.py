@@ -1,0 +1,239 @@
+"""Stage 2: the hidden states of every sample, in shards, exactly once each.
+
+A sample ends up in a shard or, with the reason, in quarantine.jsonl; the stage ends in success only if these two make up
+the samples of stage 1 exactly. What lies in a shard is never computed again, so a killed dump goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from pipeline.capture import CapturePlan, capture_folder
+from pipeline.capture_writer import take_over
+from pipeline.config import Config
+from pipeline.errors import PipelineError
+from pipeline.files import save_safetensors, sha256_json, sha256_file, write_text
+from pipeline.manifest import DumpRecord, Fingerprint, Manifest, bind_slots
+from pipeline.samples import Sample, read_samples
+from pipeline.stage import StageResult
+from pipeline.store import HiddenStore, sample_ids, shard_paths
+from pipeline.target import Target
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PROBE_TOKENS = 256  # a probe keeps N + 1 states per token: 870 KiB in Kimi-K2.5
+_MAX_QUARANTINED = 0.5
+GIB = 1 << 30
+
+
+@dataclass
+class Backend:
+    """What a backend (`dump_sglang`, `dump_transformers`) tells the stage about itself."""
+
+    engine: str
+    engine_version: str
+    model_class: str
+    requested_ids: list[int]
+    capture_points: list[int]
+
+
+@dataclass
+class Survey:
+    """The samples of stage 1, counted."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    """sample id → tokens, in file order"""
+    too_long: dict[str, int] = field(default_factory=dict)
+    heldout: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Job:
+    """All a backend needs: it stores the samples of `todo()` below `folder`, then the probes, and reports what it refused."""
+
+    config: Config
+    target: Target
+    plan: CapturePlan
+    todo_tokens: int
+    samples_file: Path
+    done: set[str]
+    skip: set[str]
+    probes: list[str]
+
+    def todo(self) -> Iterator[Sample]:
+        """Samples that lie in no shard yet, one by one: a million of them need not fit into memory."""
+        return (s for s in read_samples(self.samples_file) if s.id not in self.done and s.id not in self.skip)
+
+    def any_sample(self) -> Sample:
+        return next(s for s in read_samples(self.samples_file) if s.id not in self.skip)
+
+    def probe_samples(self) -> list[Sample]:
+        wanted = set(self.probes)
+        return [s for s in read_samples(self.samples_file) if s.id in wanted]
+
+
+def dump(config: Config, target: Target, manifest: Manifest, run_dir: Path, folder: Path, *, slot_layers: list[int],
+         layers: list[int]) -> StageResult:
+    """Write the hidden states of all samples of stage 1.
+
+    Args:
+        slot_layers: layer outputs that fill the fc slots.
+        layers: layer outputs to dump, ascending, a superset of `slot_layers`.
+
+    Raises:
+        PipelineError: no room on the disk, the engine failed or is wired differently than derived, samples are missing at the
+            end, or more than half of them had to be quarantined.
+    """
+    samples_file = Path(run_dir) / "prompts" / "samples.jsonl"
+    dtype = _DTYPES.get(config.dump.dtype, target.torch_dtype)
+    plan = CapturePlan(attempt=uuid.uuid4().hex[:12], folder=str(folder), layers=list(layers), num_layers=target.num_layers,
+                       dtype=str(dtype).removeprefix("torch."), shard_tokens=config.dump.shard_tokens)
+    take_over(folder, plan.attempt)
+    survey = _survey(samples_file, config.target.context_length)
+    done = {i for path in shard_paths(folder) for i in sample_ids(path)}
+    todo_tokens = sum(n for i, n in survey.tokens.items() if i not in done)
+    probes = _choose_probes(survey, config.dump.probe_samples)
+    _check_room(config, target, survey, done, probes, len(layers), dtype.itemsize, folder)
+
+    job = Job(config, target, plan, todo_tokens, samples_file, done, set(survey.too_long), probes)
+    if config.dump.engine == "sglang":
+        from pipeline.dump_sglang import run
+    else:
+        from pipeline.dump_transformers import run
+    backend = run(job)
+
+    quarantine = [{"id": i, "reason": f"{n} tokens, more than target.context_length = {config.target.context_length}",
+                   "tokens": n} for i, n in survey.too_long.items()] + _reported_quarantine(plan)
+    store = HiddenStore(shard_paths(folder))
+    _check_complete(survey, store, quarantine)
+    quarantine_file = folder / "quarantine.jsonl"
+    write_text(quarantine_file, "".join(json.dumps(q, ensure_ascii=False) + "\n" for q in quarantine))
+    probes_file = _collect_probes(plan, folder, probes)
+    record = DumpRecord(
+        engine=backend.engine, engine_version=backend.engine_version, model_class=backend.model_class, layers=list(layers),
+        requested_ids=backend.requested_ids, capture_points=backend.capture_points, dtype=plan.dtype,
+        plugin_sha256=plugin_sha256(), probe_ids=probes, fingerprints=_fingerprints(store, plan.states, probes))
+    shutil.rmtree(capture_folder(folder))
+    outputs = [*store.paths, probes_file, quarantine_file]
+    counts = {"samples": len(store.samples), "tokens": sum(r.length for r in store.samples), "quarantined": len(quarantine),
+              "shards": len(store.paths), "bytes": sum(p.stat().st_size for p in outputs)}
+    return StageResult(outputs=outputs, counts=counts, slots=bind_slots(slot_layers, target.hidden_size), dump=record)
+
+
+def plugin_sha256() -> str:
+    """Hash of the files that decide what is captured."""
+    here = Path(__file__).parent
+    return sha256_json([sha256_file(here / name) for name in ("capture.py", "capture_writer.py", "store.py")])
+
+
+def _survey(samples_file: Path, context_length: int) -> Survey:
+    survey = Survey()
+    for sample in read_samples(samples_file):
+        length = len(sample.input_ids)
+        if length > context_length:
+            survey.too_long[sample.id] = length
+            continue
+        survey.tokens[sample.id] = length
+        if sample.split == "heldout":
+            survey.heldout.append(sample.id)
+    if not survey.tokens:
+        raise PipelineError("no sample fits into the target's context", field="target.context_length", value=context_length,
+                            fix='make prompts (with shorter conversations), or ARGS="target.context_length=…"')
+    return survey
+
+
+def _choose_probes(survey: Survey, count: int) -> list[str]:
+    """The first held-out samples of at most 256 tokens, else the shortest ones; always the same for the same samples."""
+    candidates = survey.heldout or list(survey.tokens)
+    return sorted(candidates, key=lambda i: max(0, survey.tokens[i] - _PROBE_TOKENS))[:count]
+
+
+def _check_room(config: Config, target: Target, survey: Survey, done: set[str], probes: list[str], layers: int,
+                itemsize: int, folder: Path) -> None:
+    """Print what the dump will take on the disk; refuse, saying how many samples fit, if there is not that much."""
+    per_token = (layers + 1) * target.hidden_size * itemsize + 4
+    for_probes = sum(survey.tokens[i] for i in probes) * (target.num_layers + 1) * target.hidden_size * itemsize
+    needed = for_probes + sum(n * per_token for i, n in survey.tokens.items() if i not in done)
+    free = shutil.disk_usage(folder).free - int(config.dump.disk_reserve_gib * GIB)
+    print(f"dump: {len(survey.tokens)} samples, {sum(survey.tokens.values())} tokens x {per_token} bytes "
+          f"({layers} layer outputs + final hidden, H = {target.hidden_size}, {itemsize} bytes each); {len(done)} samples are "
+          f"done; {needed / GIB:.2f} GiB to write, {free / GIB:.2f} GiB free beside a reserve of "
+          f"{config.dump.disk_reserve_gib:g} GiB", flush=True)
+    if needed <= free:
+        return
+    fit, room = 0, free - for_probes
+    for sample_id, tokens in survey.tokens.items():
+        room -= 0 if sample_id in done else tokens * per_token
+        if room < 0:
+            break
+        fit += 1
+    fix = f"free {(needed - free) / GIB:.2f} GiB, put the runs on another disk (ARGS=\"run.root=…\")"
+    fix += f', or use fewer samples: make prompts ARGS="prompts.limit={fit}", then make dump' if fit else ""
+    raise PipelineError(f"the disk has no room for the hidden states: {needed / GIB:.2f} GiB are needed, {max(free, 0) / GIB:.2f} "
+                        f"GiB are free beside the reserve; the first {fit} of {len(survey.tokens)} samples would fit",
+                        field="dump.disk_reserve_gib", value=config.dump.disk_reserve_gib, fix=fix)
+
+
+def _reported_quarantine(plan: CapturePlan) -> list[dict]:
+    found = [json.loads(line) for path in sorted(plan.control.glob("quarantine-*.jsonl"))
+             for line in path.read_text(encoding="utf-8").splitlines()]
+    if bad := [q for q in found if q.pop("kind", None) == "probe"]:
+        raise PipelineError(f"probe sample {bad[0]['id']!r} could not be captured: {bad[0]['reason']}",
+                            field="dump.probe_samples", fix="make dump, or fewer probes: ARGS=\"dump.probe_samples=0\"")
+    return found
+
+
+def _check_complete(survey: Survey, store: HiddenStore, quarantine: list[dict]) -> None:
+    """Shards and quarantine make up the samples exactly, each once. (The store itself refuses duplicates.)"""
+    refused = {q["id"]: q["reason"] for q in quarantine}
+    stored = {ref.id: ref.length for ref in store.samples}
+    asked = survey.tokens.keys() | survey.too_long.keys()
+    missing = asked - stored.keys() - refused.keys()
+    foreign = (stored.keys() | refused.keys()) - asked
+    twice = stored.keys() & refused.keys()
+    wrong = [i for i, n in stored.items() if i in survey.tokens and survey.tokens[i] != n]
+    for what, ids in (("missing", missing), ("not among the samples of stage 1", foreign), ("both stored and quarantined", twice),
+                      ("stored with another number of tokens", wrong)):
+        if ids:
+            raise PipelineError(f"{len(ids)} samples are {what} after the dump, e.g. {sorted(ids)[0]!r}", field="dump/shard-*",
+                                fix="make dump (goes on with what is missing); if it stays so: make dump ARGS=\"force=true\"")
+    if len(refused) > _MAX_QUARANTINED * len(asked):
+        example = next(iter(refused.items()))
+        raise PipelineError(f"{len(refused)} of {len(asked)} samples had to be quarantined, e.g. {example[0]!r}: {example[1]}",
+                            field="dump/quarantine.jsonl", value=len(refused),
+                            fix="mend the cause; for numbers that are not finite try ARGS=\"dump.dtype=bf16\"")
+
+
+def _collect_probes(plan: CapturePlan, folder: Path, probes: list[str]) -> Path:
+    """One file for all probes: `<sample id>/input_ids`, `<sample id>/layer_output.<l>`, `<sample id>/final_hidden`."""
+    from safetensors import safe_open
+
+    tensors = {}
+    for path in sorted(plan.control.glob("probe-*.safetensors")):
+        sample_id = safe_open(path, framework="pt").metadata()["sample_id"]
+        tensors |= {f"{sample_id}/{name}": tensor for name, tensor in load_file(path).items()}
+    if missing := [p for p in probes if f"{p}/final_hidden" not in tensors]:
+        raise PipelineError(f"probe sample {missing[0]!r} was not captured", field="dump.probe_samples", fix="make dump")
+    save_safetensors(folder / "probes.safetensors", tensors, {"probe_ids": json.dumps(probes)})
+    return folder / "probes.safetensors"
+
+
+def _fingerprints(store: HiddenStore, states: list[str], probes: list[str]) -> dict[str, Fingerprint]:
+    """Of the rows as they lie in the shards: norms over all probe rows, five floats at the first, middle and last row."""
+    refs = [ref for ref in store.samples if ref.id in set(probes)]
+    prints = {}
+    for name in states if refs else []:
+        rows = {ref: store.rows(ref, name).float() for ref in refs}
+        norms = torch.cat([r.norm(dim=-1) for r in rows.values()])
+        prints[name] = Fingerprint(
+            row_norm_mean=norms.mean().item(), row_norm_std=norms.std(correction=0).item(),
+            first_five={f"{ref.id}[{i}]": r[i, :5].tolist() for ref, r in rows.items()
+                        for i in sorted({0, ref.length // 2, ref.length - 1})})
+    return prints
