@@ -1,0 +1,51 @@
+"""SGLang plugin: EAGLE and DeepSeek-type targets on the `torch_native` attention backend, for engines without a GPU.
+
+Stock SGLang 0.5.23 has three gaps there. `DraftBackendFactory` knows no draft backend of that name ("EAGLE is not
+supported in decode attention backend torch_native"); the backend's prefill path reads fields that a verify batch does
+not carry and ignores the draft tree's mask; and multi-head latent attention (MLA) is sent to a chunked prefill that
+this backend lacks. `register` is the entry point (group `sglang.srt.plugins`) that SGLang calls in every process.
+"""
+
+from __future__ import annotations
+
+import os
+
+_BACKEND = "torch_native"
+
+
+def register() -> None:
+    """Fill the gaps, for the `torch_native` backend only, and only where SGLang's CPU engine is switched on."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+        return
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register_attention_backend(_BACKEND)(_target_backend)
+    # Absorbed MLA reads the latent cache as one shared key/value head, which is plain attention.
+    AttentionBackendRegistry.register(_BACKEND, lambda attention, forward_batch: AttnForwardMethod.MLA)
+    HookRegistry.register(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", _create_draft_backend, HookType.AROUND
+    )
+
+
+def _target_backend(model_runner):
+    from pipeline.sglang_cpu.torch_native_eagle import EagleTorchNativeBackend
+
+    return EagleTorchNativeBackend(model_runner)
+
+
+def _create_draft_backend(create, factory, backend_name, backend_map, error_template, stamps_children=False):
+    """Around `DraftBackendFactory._create_backend`: add our entry to its table of constructors.
+
+    `stamps_children` is true for the container of one backend per draft step, false for the draft-extend backend.
+    """
+    from pipeline.sglang_cpu.torch_native_eagle import EagleTorchNativeBackend, MultiStepDraftBackend
+
+    def build():
+        runner = factory.draft_model_runner
+        if stamps_children:
+            return _BACKEND, MultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps)
+        return _BACKEND, EagleTorchNativeBackend(runner)
+
+    return create(factory, backend_name, backend_map | {_BACKEND: build}, error_template, stamps_children)
