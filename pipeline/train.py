@@ -195,9 +195,11 @@ class Trainer:
                 if stop:
                     self._stop()
         self.at.epoch, self.at.batch = self.at.epoch + 1, 0
-        if self.at.epoch % self.c.validate_every_epochs == 0 or self.at.epoch == self.c.epochs:
+        validate = self.at.epoch % self.c.validate_every_epochs == 0 or self.at.epoch == self.c.epochs
+        if validate:
             self._validate()
-        self._save()
+        if validate or stop or self.at.step % self.c.checkpoint_every == 0:
+            self._save()
         if stop and self.at.epoch < self.c.epochs:
             self._stop()
 

