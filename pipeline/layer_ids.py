@@ -1,9 +1,10 @@
 """Engine layer ids, derived from layer outputs by asking the installed engine.
 
-The project names a hidden state by the decoder layer whose output it is. Engines want other numbers, and not two of
-them agree: SGLang's Llama adds 1 to what it is given, its DeepSeek adds 1 only when the first id is 1, vLLM takes the
-numbers as they are. So the ids are never typed: `derive_sglang_ids` runs the engine's own method on a stub of the target's
-model class and looks for ids that lead to the wanted capture points. It needs a config.json, no weights and no GPU.
+The project names a hidden state by the decoder layer whose output it is. Engines want other numbers, and they do not
+agree: SGLang's Llama adds 1 to what it is given, its DeepSeek adds 1 only when the first id is 1, vLLM takes the
+numbers as they are. So the ids are never typed: `derive_sglang_ids` runs the engine's own method on a stub of the
+target's model class and looks for ids that lead to the wanted capture points. It needs a config.json, no weights and
+no GPU.
 
 A capture point k is the residual stream at the input of layer k, that is layer output k-1.
 
@@ -129,8 +130,8 @@ def _choose(layers: Sequence[int]) -> str:
 def derive_sglang_ids(config: Any, layers: Sequence[int], *, allow_last: bool = False) -> EngineIds:
     """The ids that make the installed SGLang capture exactly these layer outputs of this target.
 
-    The same ids are valid for the dump flag `return_aux_hidden_state_layer_ids` (which wants 0 ≤ id < N, no repeats) and
-    for serving (`eagle_config.eagle_aux_hidden_state_layer_ids`), because SGLang hands both to the same method.
+    The same ids are valid for the dump flag `return_aux_hidden_state_layer_ids` (which wants 0 ≤ id < N, no repeats)
+    and for serving (`eagle_config.eagle_aux_hidden_state_layer_ids`), because SGLang hands both to the same method.
 
     Args:
         config: a `config.json` or its folder, its content as a mapping, or a `PretrainedConfig`.
@@ -162,14 +163,20 @@ def derive_for_class(
                 _refuse_if_ids_are_ignored(cls, config, ids, wanted)
             proven = cls.__name__ in PROVEN_CLASSES
             return EngineIds(
-                engine="sglang", version=layer_stubs.sglang_version(), ids=ids, capture_points=wanted,
-                model_class=cls.__name__, rule_source=layer_stubs.rule_source(cls), proven=proven, note=_note(cls, proven),
+                engine="sglang",
+                version=layer_stubs.sglang_version(),
+                ids=ids,
+                capture_points=wanted,
+                model_class=cls.__name__,
+                rule_source=layer_stubs.rule_source(cls),
+                proven=proven,
+                note=_note(cls, proven),
             )
     tried = [(ids, answer) for ids, answer in answers.items() if isinstance(answer, tuple)]
     if not tried:
         ids, answer = next(iter(answers.items()))
         raise PipelineError(
-            f"SGLang's {cls.__name__} cannot be asked which layers it captures: for ids {_list(ids)} its code says: {answer}",
+            f"SGLang's {cls.__name__} cannot be asked which layers it captures; for ids {_list(ids)}: {answer}",
             field="architectures", value=cls.__name__, fix=layer_stubs.TARGETS_FIX,
         )
     ids, points = tried[0]
@@ -182,27 +189,26 @@ def derive_for_class(
 
 
 def _candidates(layers: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:
-    """Id lists to try: the layer outputs themselves, then other ascending lists, then any order.
+    """Id lists to try: the layer outputs themselves, then other ascending lists, then other orders.
 
-    A rule may look at the first id, the largest one or the order to decide whether an id is a layer output or a capture
-    point, so each id takes both values, and all take the one below together (a rule that adds 2). Both entrances of the
-    engine want distinct 0 ≤ id < N.
+    Rules shift all ids of a list by the same number, and may look at the first id, the last, the largest or the order
+    to decide by which. So: ids that are layer outputs, capture points, or one below (a rule that adds 2); ascending,
+    with each id in turn moved to the front, and descending. That is 3(n+1) lists, so dumping every layer stays quick.
+    Both entrances of the engine want 0 ≤ id < N.
     """
-    shifts = sorted(itertools.product((0, 1), repeat=len(layers)), key=lambda shift: len(set(shift)))
-    shifts.append((-1,) * len(layers))
-    shifted = [tuple(layer + d for layer, d in zip(layers, shift, strict=True)) for shift in shifts]
-    ascending = [
-        ids for ids in shifted if ids[0] >= 0 and ids[-1] < num_layers and all(a < b for a, b in itertools.pairwise(ids))
-    ]
+    shifted = [tuple(layer + shift for layer in layers) for shift in (0, 1, -1)]
+    ascending = [ids for ids in shifted if ids[0] >= 0 and ids[-1] < num_layers]
     yield from ascending
     for ids in ascending:
-        yield from (order for order in itertools.permutations(ids) if order != ids)
+        for first in ids[1:]:
+            yield (first, *(i for i in ids if i != first))
+        yield ids[::-1]
 
 
 def _refuse_if_ids_are_ignored(
     cls: type, config: SimpleNamespace, ids: tuple[int, ...], points: tuple[int, ...]
 ) -> None:
-    """A class that falls back to its default layers seems right whenever these are the wanted ones: ask it for others."""
+    """A class that falls back to its default layers seems right whenever those are the wanted ones: ask for others."""
     for step in (1, 2, 3):
         try:
             if layer_stubs.ask(cls, config, [i + step for i in ids]) != points:
@@ -241,7 +247,7 @@ def capture_points_for(config: Any, ids: Sequence[int] | None) -> tuple[int, ...
 
 
 def derive_vllm_ids(layers: Sequence[int], num_layers: int) -> EngineIds:
-    """vLLM's `eagle_aux_hidden_state_layer_ids`: capture points, written as they are (id N: the last layer before the norm)."""
+    """vLLM's `eagle_aux_hidden_state_layer_ids`: capture points as they are (id N: the last layer before the norm)."""
     points = tuple(layer + 1 for layer in check_layers(layers, num_layers, allow_last=True))
     return EngineIds(
         engine="vllm", version=None, ids=points, capture_points=points, model_class=None,
@@ -254,7 +260,7 @@ def derive_vllm_ids(layers: Sequence[int], num_layers: int) -> EngineIds:
 
 
 def explain_published_ids(config: Any, ids: Sequence[int]) -> dict[str, tuple[int, ...] | str]:
-    """The layer outputs that a published list of ids can mean: here, in older SGLang versions, and as capture points."""
+    """The layer outputs that a published list of ids can mean: here, in older SGLang versions, as capture points."""
     try:
         here: tuple[int, ...] | str = tuple(point - 1 for point in capture_points_for(config, ids))
     except PipelineError as e:
@@ -267,7 +273,7 @@ def explain_published_ids(config: Any, ids: Sequence[int]) -> dict[str, tuple[in
 
 
 def list_classes() -> dict[str, str]:
-    """Every registered SGLang class with the method → what ids 2, 4 mean on a stub of 8 layers, or why it cannot be asked."""
+    """Every registered SGLang class with the method → what ids [2,4] mean to it, or why it cannot be asked."""
     answers = {}
     for name, cls in layer_stubs.sglang_classes().items():
         if callable(getattr(cls, layer_stubs.METHOD, None)):

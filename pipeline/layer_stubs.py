@@ -37,8 +37,9 @@ INNER_CLASSES: dict[str, tuple[str, str]] = {
     "Qwen3NextForCausalLM": ("model", "Qwen3NextModel"),
     "MellumForCausalLM": ("model", "MellumModel"),
 }
-"""Classes that forward the ids to an inner object whose class their `__init__` names: class → (attribute, inner class,
-looked up in the module of the class, then among the registered architectures). Which inner object was really built is checked on the live model when dumping."""
+"""Classes that forward the ids to an inner object whose class their `__init__` names: class → (attribute, inner class).
+The name is looked up in the module of the class, then among the registered architectures. Which inner object was really
+built shows when the capture points are read back from the live model."""
 
 _HOLDERS = ("model", "language_model")  # the attributes under which SGLang's classes keep an inner model
 
@@ -84,7 +85,7 @@ def num_layers(config: SimpleNamespace) -> int:
 
 
 class _StubConfig:
-    """A config that answers for the whole and for its text part, since classes keep one or the other as `self.config`."""
+    """Answers for the whole config and for its text part, since classes keep one or the other as `self.config`."""
 
     def __init__(self, config: SimpleNamespace):
         self._config = config
@@ -106,8 +107,8 @@ def sglang_classes() -> Mapping[str, type]:
     """Every architecture SGLang has registered → its model class (about 14 s and 600 MiB the first time).
 
     Done in this process: the stages that need it start the engine, which imports SGLang here anyway. The import warns
-    about every model file that needs a package or GPU kernel this machine lacks; only an architecture that somebody asks
-    for matters, and that is reported by `model_class`.
+    about every model file that needs a package or GPU kernel this machine lacks; only the architecture that somebody
+    asks for matters, and `model_class` reports that one.
     """
     import torch
 
@@ -137,8 +138,8 @@ def model_class(config: SimpleNamespace) -> type:
     """SGLang's class for the target's architecture, refused when it cannot capture hidden states.
 
     Raises:
-        PipelineError: unknown architecture, a module that cannot be imported on this machine, or a class without the method
-            (a multimodal wrapper that does not delegate it, as in sglang 18374).
+        PipelineError: unknown architecture, a module that cannot be imported on this machine, or a class without the
+            method (a multimodal wrapper that does not delegate it, as in sglang 18374).
     """
     architectures = getattr(config, "architectures", None) or []
     known = sglang_classes()
@@ -150,7 +151,7 @@ def model_class(config: SimpleNamespace) -> type:
         )
     if not callable(getattr(known[name], METHOD, None)):
         raise PipelineError(
-            f"SGLang {sglang_version()}'s {name} has no {METHOD}: it can neither dump hidden states nor serve an EAGLE-3 drafter",
+            f"SGLang {sglang_version()}'s {name} has no {METHOD}: no dump and no EAGLE-3 drafter with it",
             field="architectures", value=architectures, fix=TARGETS_FIX,
         )
     return known[name]

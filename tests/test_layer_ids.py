@@ -32,15 +32,16 @@ TARGET_CLASSES = [
     "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",
     "Cosmos3ForConditionalGeneration", "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
     "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
-    "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration", "Glm4MoeForCausalLM",
-    "Glm4MoeLiteForCausalLM", "Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
-    "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternS1ProForConditionalGeneration",
+    "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM",
+    "GptOssForCausalLM", "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternS1ProForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM",
     "LongcatFlashForCausalLM", "MellumForCausalLM", "MiniMaxM2ForCausalLM", "MiniMaxM3SparseForCausalLM",
-    "MiniMaxM3SparseForConditionalGeneration", "Ministral3ForCausalLM", "MistralForCausalLM", "MistralLarge3ForCausalLM",
-    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration", "SarvamMoEForCausalLM", "TeleFLMForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration", "Ministral3ForCausalLM", "MistralForCausalLM",
+    "MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "SarvamMoEForCausalLM",
+    "TeleFLMForCausalLM",
 ]
 
 
@@ -296,7 +297,8 @@ class TestInstalledSGLang:
         with_method = {n for n, c in layer_stubs.sglang_classes().items() if hasattr(c, layer_stubs.METHOD)}
         others = {n for n in with_method - set(TARGET_CLASSES) if not n.startswith("Qwen3_5")}  # see the next test
         assert set(TARGET_CLASSES) <= with_method
-        assert all(any(w in n for w in ("NextN", "MTP", "Eagle", "Embedding", "Assistant", "MindSpore")) for n in others)
+        left_out = ("NextN", "MTP", "Eagle", "Embedding", "Assistant", "MindSpore")
+        assert all(any(word in name for word in left_out) for name in others)
 
     def test_a_class_that_cannot_be_imported_here_says_why(self):
         if "Qwen3_5ForCausalLM" in layer_stubs.sglang_classes():
@@ -314,7 +316,7 @@ class TestInstalledSGLang:
 
     @pytest.mark.parametrize("name", TARGET_CLASSES)
     @settings(deadline=None, max_examples=60)
-    @given(layers=st.sets(st.integers(0, N - 2), min_size=2, max_size=5).map(sorted))
+    @given(layers=st.sets(st.integers(0, N - 2), min_size=2).map(sorted))
     def test_derived_ids_capture_exactly_the_wanted_layers(self, name, layers):
         """For every class and every ascending list: the ids, given to a fresh stub, set the wanted points."""
         config = layer_stubs.read_config(target(name, N))

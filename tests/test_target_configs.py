@@ -61,7 +61,7 @@ def test_the_kimi_drafter():
 def test_sglang_ids_can_be_derived_without_weights(path):
     target = load(path)
     text = {"num_hidden_layers": target.num_layers}
-    config = {"architectures": [target.architecture]} | ({"text_config": text} if "Kimi" in target.architecture else text)
-    answer = derive_sglang_ids(config, target.slots_layers)
+    parts = {"text_config": text} if "Kimi" in target.architecture else text
+    answer = derive_sglang_ids({"architectures": [target.architecture], **parts}, target.slots_layers)
     assert answer.ids == EXPECTED[path.stem][1]
     assert answer.capture_points == tuple(layer + 1 for layer in target.slots_layers)
