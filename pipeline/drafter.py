@@ -315,9 +315,9 @@ class Drafter(nn.Module):
             used,
             step_weights.to(device),
         )
-        hits = torch.zeros(len(rows.index), steps, dtype=torch.bool, device=device)
-        step = torch.arange(steps, device=device).expand_as(row_of)
-        hits[row_of[used], step[used]] = result.hits[used]
+        # From tokens to rows. What is not used is no hit and adds 0 to row 0.
+        hits = torch.zeros(max(len(rows.index), 1), steps, dtype=torch.long, device=device)
+        hits.scatter_add_(0, row_of, result.hits.long())
         return TTTOutput(
             loss=result.loss,
             metrics={
@@ -325,7 +325,7 @@ class Drafter(nn.Module):
                 "loss_rows": rows.loss_rows.to(device),
                 "gated": rows.gated.to(device),
                 "hits": hits.sum(0),
-                "prefix_hits": hits.long().cumprod(1).sum(0),
+                "prefix_hits": hits.cumprod(1).sum(0),
             },
             n_rows=len(rows.index),
         )
@@ -334,38 +334,41 @@ class Drafter(nn.Module):
         """The hidden states of all steps, before the final norm: [T, N, H] for the N rows that count."""
         layer, attention = self.midlayer, self.midlayer.self_attn
         device = batch.features.device
-        lengths, last = batch.sample_lengths.cpu(), len(batch.input_ids) - 1
-
-        def embeddings(row: Tensor, step: int) -> Tensor:
-            # A row that runs past the end is not gated at this step; which embedding it reads does not matter.
-            token = batch.input_ids.cpu()[(row + 1 + step).clamp(max=last)]
-            return F.embedding(token.to(device), target.embedding)
+        lengths, total = batch.sample_lengths.cpu(), len(batch.input_ids)
+        length = lengths.repeat_interleave(lengths)  # [R]
 
         # Step 0: keys and values for every row, since later rows attend to them; queries only for rows that count.
-        every = torch.arange(last + 1)
+        every = torch.arange(total)
         position = every - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        length = lengths.repeat_interleave(lengths)
         fused = self.fuse(batch.features)  # [R, H]
-        x = layer.inputs(embeddings(every, 0), fused)  # [R, 2H]
+        x = layer.inputs(self._embed(batch, target, every + 1), fused)  # [R, 2H]
         k0, v0 = attention.keys_values(x, *self.rope.cos_sin(position, length, device))  # [R, K, D]
         index = rows.index.to(device)
         x, h = x[index], fused[index]  # [N, 2H], [N, H]
 
+        ahead = torch.arange(steps)[:, None]  # step j reads the token j further on, at the position j further on
+        embeddings = self._embed(batch, target, rows.index + 1 + ahead)  # [T, N, H]
+        cos, sin = self.rope.cos_sin(rows.position + ahead, length[rows.index], device)  # [T, N, D]
         hidden, own_k, own_v = [], [], []
         for step in range(steps):
-            cos, sin = self.rope.cos_sin(rows.position + step, length[rows.index], device)
             if step:
-                x = layer.inputs(embeddings(rows.index, step), h)  # [N, 2H]
-                k, v = attention.keys_values(x, cos, sin)  # [N, K, D]
+                x = layer.inputs(embeddings[step], h)  # [N, 2H]
+                k, v = attention.keys_values(x, cos[step], sin[step])  # [N, K, D]
                 own_k.append(k)
                 own_v.append(v)
-            q = attention.queries(x, cos, sin)  # [N, A, D]
+            q = attention.queries(x, cos[step], sin[step])  # [N, A, D]
             attended = ttt_attention(q, k0, v0, own_k, own_v, rows.segments)  # [N, A, D]
             h = layer.outputs(attended, residual=h)  # [N, H]
             hidden.append(h)
             if self.config.norm_output:
                 h = self.norm(h)
         return torch.stack(hidden)
+
+    def _embed(self, batch: PackedBatch, target: FrozenTarget, token: Tensor) -> Tensor:
+        """Embeddings of the tokens at packed indices. [...] → [..., H]"""
+        # A row that looks past the end is not gated at that step; which embedding it reads does not matter.
+        ids = batch.input_ids.cpu()[token.clamp(max=len(batch.input_ids) - 1)]
+        return F.embedding(ids.to(target.embedding.device), target.embedding)
 
     def _compute_dtype(self, device: torch.device) -> torch.dtype:
         if torch.is_autocast_enabled(device.type):

@@ -37,28 +37,26 @@ class Rope:
         """Tables for rows of packed samples.
 
         Args:
-            position: [N] position of each row in its sample, on the CPU.
+            position: [..., N] position of each row in its sample.
             length: [N] tokens in that row's sample; only length-dependent types look at it, so that a sample's
                 loss does not depend on what it is packed with.
 
         Returns:
-            cos, sin: [N, rotary_dim] float32 on `device`, the two halves equal; rotary_dim is
+            cos, sin: [..., N, rotary_dim] float32 on `device`, the two halves equal; rotary_dim is
             head_dim · partial_rotary_factor.
         """
-        if self.type not in _LENGTH_DEPENDENT or not len(position):
-            angle, scale = self._angles(position, 1)
-        else:
-            parts = [self._angles(position[length == n], n) for n in length.unique().tolist()]
-            angle = torch.empty(len(position), parts[0][0].shape[1])
-            scale = torch.empty(len(position), 1)
-            for n, (angles, factor) in zip(length.unique().tolist(), parts, strict=True):
-                angle[length == n], scale[length == n] = angles, factor
-        return (angle.cos() * scale).to(device), (angle.sin() * scale).to(device)
-
-    def _angles(self, position: Tensor, length: int) -> tuple[Tensor, float]:
-        inverse, scale = self._frequencies(length)
-        angle = position[:, None].float() * inverse
-        return torch.cat([angle, angle], -1), scale
+        lengths, which = (length if self.type in _LENGTH_DEPENDENT else torch.ones_like(length)).unique(
+            return_inverse=True
+        )
+        if not len(lengths):
+            lengths = torch.ones(1, dtype=torch.long)
+        inverse, scale = zip(*(self._frequencies(n) for n in lengths.tolist()), strict=True)
+        inverse, scale = torch.stack(inverse).to(device), torch.tensor(scale)[:, None].to(device)
+        if len(lengths) > 1:
+            which = which.to(device)
+            inverse, scale = inverse[which], scale[which]  # per row
+        angle = position.to(device)[..., None].float() * inverse
+        return tuple(torch.cat([table, table], -1) for table in (angle.cos() * scale, angle.sin() * scale))
 
     def _frequencies(self, length: int) -> tuple[Tensor, float]:
         """Inverse frequencies [rotary_dim / 2] and the factor on cos and sin, for a sequence of `length` tokens."""
