@@ -41,6 +41,8 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
         PipelineError: a slot's layer was not dumped; a shard is damaged or does not hold the samples of stage 1; no
             held-out sample is left.
     """
+    from tqdm import tqdm
+
     slots = bound_slots(config, target, manifest)
     store = HiddenStore(dump_shards(manifest, run_dir))
     samples = _read(run_dir / "prompts" / "samples.jsonl")
@@ -51,15 +53,14 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
     counts = _Counts(target.vocab_size)
     split: dict[str, list[str]] = {"train": [], "heldout": []}
     outputs = []
-    for shard, path in enumerate(store.paths):
+    for shard, path in enumerate(tqdm(store.paths, desc="standardize", unit="shard", mininterval=1.0)):
         refs = [ref for ref in store.samples if ref.shard == shard]
         _check_shard(store, refs, samples, slots, target)
         aligned = folder / path.name
         mask = torch.cat([samples[ref.id].loss_mask for ref in refs])
         argmax = _finished(aligned, mask)
         if argmax is None:
-            argmax = torch.cat([_teacher_argmax(store, ref, samples[ref.id].loss_mask, slots["teacher"], head, device)
-                                for ref in refs])
+            argmax = _teacher_argmax(store, refs, mask, slots["teacher"], head, device)
             save_safetensors(aligned, {"loss_mask": mask, "teacher_argmax": argmax})
         outputs.append(aligned)
         for ref in refs:
@@ -67,7 +68,6 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
             counts.add(sample, answers)
             if (answers >= 0).any():  # else the answer is one token long: nothing is drafted in it
                 split[sample.split].append(ref.id)
-        print(f"standardize: {path.name} ({shard + 1} of {len(store.paths)}), {len(refs)} samples", flush=True)
     for part in ("train", "heldout"):
         if not split[part]:
             raise PipelineError(f"no sample is left for {part}", field="prompts.heldout_fraction",
@@ -80,6 +80,9 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
     write_json(folder / "split.json", split)
     metrics = {f"{part}_{what}_coverage": vocab.coverage(tally[part])
                for what, tally in (("token", counts.trained), ("teacher", counts.teacher)) for part in split}
+    print(f"standardize: {len(split['train'])} samples to train on, {len(split['heldout'])} held out, {len(quarantined)} "
+          f"quarantined; the draft vocabulary of {vocab.size} tokens covers {metrics['train_token_coverage']:.1%} of the "
+          f"trained tokens, {metrics['heldout_token_coverage']:.1%} of the held-out ones")
     return StageResult(
         outputs=[*outputs, folder / "vocab.safetensors", folder / "split.json"], slots=slots, metrics=metrics,
         counts={
@@ -150,16 +153,19 @@ def full_vocabulary_argmax(final_hidden: Tensor, head: OutputHead) -> Tensor:
     return answers
 
 
-def _teacher_argmax(store: HiddenStore, ref: SampleRef, loss_mask: Tensor, teacher: Slot, head: OutputHead,
+def _teacher_argmax(store: HiddenStore, refs: list[SampleRef], mask: Tensor, teacher: Slot, head: OutputHead,
                     device: torch.device) -> Tensor:
-    """[length] int32, -1 at rows that are not needed."""
-    argmax = torch.full((ref.length,), -1, dtype=torch.int32)
-    needed = needed_rows(loss_mask)
-    if needed.any():
-        hidden = store.rows(ref, teacher.tensor)[needed].to(device).float()
-        if not torch.isfinite(hidden).all():
+    """[rows of the shard] int32, -1 at rows that are not needed."""
+    needed = torch.cat([needed_rows(part) for part in mask.split([ref.length for ref in refs])])
+    hidden = []
+    for ref in refs:
+        states = store.rows(ref, teacher.tensor)[needed[ref.start:ref.start + ref.length]]
+        if not torch.isfinite(states).all():
             raise _not_finite(store, ref, teacher.tensor)
-        argmax[needed] = full_vocabulary_argmax(head.norm(hidden) if teacher.norm == "pre" else hidden, head)
+        hidden.append(states)
+    states = torch.cat(hidden).to(device)
+    argmax = torch.full((len(mask),), -1, dtype=torch.int32)
+    argmax[needed] = full_vocabulary_argmax(head.norm(states) if teacher.norm == "pre" else states, head)
     return argmax
 
 

@@ -162,7 +162,8 @@ class Trainer:
         if main:
             self.tracker = start_tracking(
                 self.config.tracking, self.folder, name=self.config.run.name, run_id=self.at.tracking_id,
-                config={**self.config.model_dump(mode="json"), "manifest": self.manifest.model_dump(mode="json")})
+                config={**self.config.model_dump(mode="json"),
+                        "manifest": self.manifest.model_dump(mode="json", exclude={"stages"})})
             self.at.tracking_id = self.tracker.run_id
         with tqdm(total=self.total_steps, initial=self.at.step, disable=not main, unit="step", dynamic_ncols=True,
                   mininterval=1.0) as self.bar:
