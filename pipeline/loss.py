@@ -87,25 +87,32 @@ class _VocabularyLoss(torch.autograd.Function):
             hits = torch.zeros_like(used)
             grad_hidden = torch.zeros_like(flat) if grad else None
             grad_head = torch.zeros_like(lm_head, dtype=acc) if grad else None
+            # Written over by every chunk: fresh memory would cost a page fault per 4 KiB each time.
+            logits = torch.empty(min(chunk, tokens) * steps, len(lm_head), dtype=acc, device=hidden.device)
+            product = torch.empty_like(lm_head, dtype=dtype) if grad and dtype != acc else None
             for a in range(0, tokens, chunk):
                 part = slice(a, a + chunk)
                 rows = index[part].flatten()
                 x = flat[rows]  # [c·T, H]
-                z = (x @ weight.t()).to(acc)  # [c·T, Vd]
+                z = _product(x, weight.t(), logits[: len(rows)])  # [c·T, Vd]
+                by_token = z.unflatten(0, (-1, steps))  # [c, T, Vd]
+                target_logits = (final_hidden[part].to(dtype) @ target_weight.t()).to(acc)
+                teacher = torch.softmax(head.finish(target_logits), -1)  # [c, Vd]
                 best, choice = z.max(-1)
-                prob = torch.softmax(z, -1)
-                # log Σ e^z from the largest entry, which saves a pass over z.
-                lse = best - prob.gather(-1, choice[:, None]).squeeze(-1).log()
-                teacher = head.finish((final_hidden[part].to(dtype) @ target_weight.t()).to(acc))
-                teacher = torch.softmax(teacher, -1)  # [c, Vd]
-                expected = torch.bmm(z.unflatten(0, (-1, steps)), teacher[..., None]).squeeze(-1)  # [c, T]
-                loss_sums += ((lse.unflatten(0, (-1, steps)) - expected) * used[part]).sum(0)
+                expected = torch.bmm(by_token, teacher[..., None]).squeeze(-1)  # [c, T]
+                total = z.sub_(best[:, None]).exp_().sum(-1)  # z now holds softmax(z) · total
+                lse = (best + total.log()).unflatten(0, (-1, steps))
+                loss_sums += ((lse - expected) * used[part]).sum(0)
                 hits[part] = (choice.unflatten(0, (-1, steps)) == answer[part, None]) & used[part]
                 if grad:
-                    prob.unflatten(0, (-1, steps)).sub_(teacher[:, None])  # dloss/dz, before the row's weight
-                    dz, factor = prob.to(dtype), row_weight[part].flatten()[:, None]
-                    grad_hidden.index_add_(0, rows, (dz @ weight) * factor.to(dtype))
-                    _add_product(grad_head, dz.t(), x * factor.to(dtype))
+                    z.mul_(total.reciprocal_()[:, None])
+                    dz = by_token.sub_(teacher[:, None]).flatten(0, 1).to(dtype)  # before the row's weight
+                    factor = row_weight[part].flatten()[:, None].to(dtype)
+                    grad_hidden.index_add_(0, rows, (dz @ weight) * factor)
+                    if product is None:
+                        grad_head.addmm_(dz.t(), x * factor)
+                    else:  # the sum over chunks stays in fp32
+                        grad_head += torch.mm(dz.t(), x * factor, out=product)
         if grad:
             ctx.save_for_backward(grad_hidden.view_as(hidden), grad_head.to(lm_head.dtype))
         ctx.mark_non_differentiable(loss_sums, hits)
@@ -118,9 +125,6 @@ class _VocabularyLoss(torch.autograd.Function):
         return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_head * grad_loss, *[None] * 8
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total may be wider than a and b: sums over chunks stay in fp32."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out = a @ b, where out may be wider than a and b."""
+    return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(a @ b)
