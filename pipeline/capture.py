@@ -6,10 +6,11 @@ captured layers `[tokens, n·H]` and the final hidden state after the norm `[tok
 belong to several requests and to parts of them (chunked prefill). They are copied off the device and handed to
 `CaptureWriter`, a thread that puts samples together and writes shards.
 
-Probe requests get every layer. Models capture at the input of a layer, so layer outputs 0 … N-2 come from capture points
-1 … N-1; nothing follows the last layer, so its output is taken where the final norm adds and normalises it.
+Probe requests get every layer. Models capture at the input of a layer, so layer outputs 0 … N-2 come from capture
+points 1 … N-1; nothing follows the last layer, so its output is taken where the final norm adds and normalises it.
 
-The request id carries what the plugin needs to know of a request (`RequestTag`), the plan file what it needs of the run.
+The request id carries what the plugin needs to know of a request (`RequestTag`), the plan file what it needs of the
+run.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class Capture:
         return self._writer
 
     def _to_host(self, spans: list[Span], input_ids: torch.Tensor, states: dict[str, torch.Tensor]) -> Captured:
-        """On a GPU: start copies to pinned memory on a side stream, beside the next forward. On a CPU: nothing to move."""
+        """On a GPU: start copies to pinned memory on a side stream, beside the next forward. On a CPU: no copy."""
         import torch
 
         if not input_ids.is_cuda:
@@ -217,13 +218,12 @@ def _is_writing_rank() -> bool:
 
 
 def _split(output: Any, layers: list[int]) -> dict[str, torch.Tensor]:
-    """Name the parts of what the engine returned: layer outputs (engines concatenate ascending) and the final hidden."""
+    """Name the parts of what the engine returned: layer outputs (concatenated ascending) and the final hidden."""
     if output is None or output.hidden_states is None or output.last_hidden_states is None:
         raise RuntimeError("the forward returned no hidden states although capture is switched on")
     width = output.last_hidden_states.shape[-1]
     if output.hidden_states.shape[-1] != len(layers) * width:
-        raise RuntimeError(f"the forward returned {output.hidden_states.shape[-1]} columns, {len(layers)} layers of {width} "
-                           "were expected")
+        raise RuntimeError(f"the forward returned {output.hidden_states.shape[-1]} columns, not {len(layers)} x {width}")
     parts = output.hidden_states.split(width, dim=-1)
     return {layer_output(layer): part for layer, part in zip(layers, parts)} | {FINAL_HIDDEN: output.last_hidden_states}
 
@@ -249,7 +249,7 @@ def every_layer(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     name = layer_output(len(inner.layers) - 1)
 
     def at_final_norm(norm: Any, inputs: tuple, output: Any) -> None:
-        # With a pending residual the norm returns (normalised, hidden + residual), the latter in storage that is reused.
+        # With a pending residual the norm returns (normalised, hidden + residual), the latter in reused storage.
         fused = isinstance(output, tuple)
         last[name] = (output[1] if fused else inputs[0]).clone()
         last[FINAL_HIDDEN] = (output[0] if fused else output).clone()

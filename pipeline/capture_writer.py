@@ -2,8 +2,8 @@
 
     hook ──put()──▶ bounded queue ──▶ chunks merged per request ──▶ checks ──▶ shard │ probe │ quarantine list
 
-A sample is whole when rows 0 … T-1 have arrived; it is stored only if its token ids are the ones asked for and every number
-is finite. The stage learns through small files in `<stage folder>/.capture/<attempt>/`
+A sample is whole when rows 0 … T-1 have arrived; it is stored only if its token ids are the ones asked for and every
+number is finite. The stage learns through small files in `<stage folder>/.capture/<attempt>/`
 (beside them, `.capture/attempt` names the start of the stage that may write, and is the lock that writing takes):
 
     wiring-<pid>.json       model class and capture points of the live model; says that this process will write
@@ -42,8 +42,8 @@ _POLL_SECONDS = 0.2
 def take_over(folder: Path, attempt: str) -> None:
     """Make `attempt` the only one that may write below `folder`, and clear away what others left unfinished.
 
-    A scheduler that outlived its stage may be writing a shard right now: the lock waits until it is whole, and afterwards
-    that scheduler finds another attempt's name and stops.
+    A scheduler that outlived its stage may be writing a shard right now: the lock waits until it is whole, and
+    afterwards that scheduler finds another attempt's name and stops.
     """
     top = capture_folder(folder)
     with clear_disk_errors(top):
@@ -79,7 +79,8 @@ class OpenSample:
     def add(self, span: Span, captured: Captured, dtype: torch.dtype) -> None:
         end = span.start + span.length
         if span.start > self.done or end > self.tag.length:
-            raise RuntimeError(f"rows {span.start}…{end - 1} of {self.tag.sample_id} came after {self.done} of {self.tag.length}")
+            raise RuntimeError(f"rows {span.start}…{end - 1} of {self.tag.sample_id} came after {self.done} of "
+                               f"{self.tag.length}")
         if span.start == 0:  # the first chunk, or the engine started the request anew
             self.states = {name: torch.empty(self.tag.length, state.shape[-1], dtype=dtype)
                            for name, state in captured.states.items()}
@@ -133,7 +134,8 @@ class CaptureWriter(threading.Thread):
             return
         self._failed.set()
         if isinstance(error, PipelineError):
-            said = {"what": error.what, "field": error.field, "value": str(error.value), "fix": error.fix}
+            value = error.value and str(error.value)
+            said = {"what": error.what, "field": error.field, "value": value, "fix": error.fix}
         else:
             said = {"what": f"the capture plugin failed: {error!r}", "trace": traceback.format_exc()[-4000:]}
         with open(self._error_path, "r+b", buffering=0) as file:
@@ -145,7 +147,7 @@ class CaptureWriter(threading.Thread):
                 try:
                     self.take(self._queue.get(timeout=_POLL_SECONDS))
                 except queue.Empty:
-                    # The stage asks to finish when every answer is there, and a forward is queued before its answer is sent.
+                    # The stage asks to finish when every answer is there; a forward is queued before it is answered.
                     if (self._control / "finish").exists() and self._queue.empty():
                         return self.finish()
         except BaseException as e:
@@ -169,8 +171,8 @@ class CaptureWriter(threading.Thread):
             self._quarantine(tag, problem)
         elif tag.kind == PROBE:
             with self._turn_to_write():
-                tensors = {"input_ids": sample.input_ids} | sample.states
-                save_safetensors(self._file(f"probe-{self._probes}", "safetensors"), tensors, {"sample_id": tag.sample_id})
+                save_safetensors(self._file(f"probe-{self._probes}", "safetensors"),
+                                 {"input_ids": sample.input_ids} | sample.states, {"sample_id": tag.sample_id})
             self._probes += 1
         else:
             if not self._shard.has_room(tag.length):
@@ -183,7 +185,8 @@ class CaptureWriter(threading.Thread):
     def _quarantine(self, tag: RequestTag, reason: str) -> None:
         path = self._file("quarantine", "jsonl")
         with clear_disk_errors(path), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"id": tag.sample_id, "reason": reason, "tokens": tag.length, "kind": tag.kind}) + "\n")
+            entry = {"id": tag.sample_id, "reason": reason, "tokens": tag.length, "kind": tag.kind}
+            file.write(json.dumps(entry) + "\n")
 
     def _flush(self) -> None:
         if self._shard.rows:

@@ -1,7 +1,7 @@
 """Stage 2: the hidden states of every sample, in shards, exactly once each.
 
-A sample ends up in a shard or, with the reason, in quarantine.jsonl; the stage ends in success only if these two make up
-the samples of stage 1 exactly. What lies in a shard is never computed again, so a killed dump goes on where it was.
+A sample ends up in a shard or, with the reason, in quarantine.jsonl; the stage ends in success only if these two make
+up the samples of stage 1 exactly. What lies in a shard is never computed again, so a killed dump goes on where it was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from pipeline.capture import CapturePlan, capture_folder
+from pipeline.capture import PROBE, CapturePlan, capture_folder
 from pipeline.capture_writer import take_over
 from pipeline.config import Config
 from pipeline.errors import PipelineError
@@ -56,7 +56,7 @@ class Survey:
 
 @dataclass
 class Job:
-    """All a backend needs: it stores the samples of `todo()` below `folder`, then the probes, and reports what it refused."""
+    """All a backend needs: it stores the samples of `todo()`, then the probes, and reports what it refused."""
 
     config: Config
     target: Target
@@ -88,13 +88,14 @@ def dump(config: Config, target: Target, manifest: Manifest, run_dir: Path, fold
         layers: layer outputs to dump, ascending, a superset of `slot_layers`.
 
     Raises:
-        PipelineError: no room on the disk, the engine failed or is wired differently than derived, samples are missing at the
-            end, or more than half of them had to be quarantined.
+        PipelineError: no room on the disk, the engine failed or is wired differently than derived, samples are missing
+            at the end, or more than half of them had to be quarantined.
     """
     samples_file = Path(run_dir) / "prompts" / "samples.jsonl"
     dtype = _DTYPES.get(config.dump.dtype, target.torch_dtype)
-    plan = CapturePlan(attempt=uuid.uuid4().hex[:12], folder=str(folder), layers=list(layers), num_layers=target.num_layers,
-                       dtype=str(dtype).removeprefix("torch."), shard_tokens=config.dump.shard_tokens)
+    plan = CapturePlan(attempt=uuid.uuid4().hex[:12], folder=str(folder), layers=list(layers),
+                       num_layers=target.num_layers, dtype=str(dtype).removeprefix("torch."),
+                       shard_tokens=config.dump.shard_tokens)
     take_over(folder, plan.attempt)
     survey = _survey(samples_file, config.target.context_length)
     done = {i for path in shard_paths(folder) for i in sample_ids(path)}
@@ -109,21 +110,23 @@ def dump(config: Config, target: Target, manifest: Manifest, run_dir: Path, fold
         from pipeline.dump_transformers import run
     backend = run(job)
 
-    quarantine = [{"id": i, "reason": f"{n} tokens, more than target.context_length = {config.target.context_length}",
-                   "tokens": n} for i, n in survey.too_long.items()] + _reported_quarantine(plan)
     store = HiddenStore(shard_paths(folder))
+    quarantine = [{"id": i, "reason": f"{n} tokens, more than target.context_length = {config.target.context_length}",
+                   "tokens": n} for i, n in survey.too_long.items()] + _reported_quarantine(plan, store)
     _check_complete(survey, store, quarantine)
     quarantine_file = folder / "quarantine.jsonl"
     write_text(quarantine_file, "".join(json.dumps(q, ensure_ascii=False) + "\n" for q in quarantine))
     probes_file = _collect_probes(plan, folder, probes)
     record = DumpRecord(
-        engine=backend.engine, engine_version=backend.engine_version, model_class=backend.model_class, layers=list(layers),
-        requested_ids=backend.requested_ids, capture_points=backend.capture_points, dtype=plan.dtype,
-        plugin_sha256=plugin_sha256(), probe_ids=probes, fingerprints=_fingerprints(store, plan.states, probes))
+        engine=backend.engine, engine_version=backend.engine_version, model_class=backend.model_class,
+        layers=list(layers), requested_ids=backend.requested_ids, capture_points=backend.capture_points,
+        dtype=plan.dtype, plugin_sha256=plugin_sha256(), probe_ids=probes,
+        fingerprints=_fingerprints(store, plan.states, probes))
     shutil.rmtree(capture_folder(folder))
     outputs = [*store.paths, probes_file, quarantine_file]
-    counts = {"samples": len(store.samples), "tokens": sum(r.length for r in store.samples), "quarantined": len(quarantine),
-              "shards": len(store.paths), "bytes": sum(p.stat().st_size for p in outputs)}
+    counts = {"samples": len(store.samples), "tokens": sum(r.length for r in store.samples),
+              "quarantined": len(quarantine), "shards": len(store.paths),
+              "bytes": sum(p.stat().st_size for p in outputs)}
     return StageResult(outputs=outputs, counts=counts, slots=bind_slots(slot_layers, target.hidden_size), dump=record)
 
 
@@ -144,13 +147,14 @@ def _survey(samples_file: Path, context_length: int) -> Survey:
         if sample.split == "heldout":
             survey.heldout.append(sample.id)
     if not survey.tokens:
-        raise PipelineError("no sample fits into the target's context", field="target.context_length", value=context_length,
-                            fix='make prompts (with shorter conversations), or ARGS="target.context_length=…"')
+        raise PipelineError("no sample fits into the target's context", field="target.context_length",
+                            value=context_length,
+                            fix='ARGS="target.context_length=…", or shorter conversations for make prompts')
     return survey
 
 
 def _choose_probes(survey: Survey, count: int) -> list[str]:
-    """The first held-out samples of at most 256 tokens, else the shortest ones; always the same for the same samples."""
+    """The first held-out samples of at most 256 tokens, else the shortest ones; the same for the same samples."""
     candidates = survey.heldout or list(survey.tokens)
     return sorted(candidates, key=lambda i: max(0, survey.tokens[i] - _PROBE_TOKENS))[:count]
 
@@ -162,9 +166,9 @@ def _check_room(config: Config, target: Target, survey: Survey, done: set[str], 
     for_probes = sum(survey.tokens[i] for i in probes) * (target.num_layers + 1) * target.hidden_size * itemsize
     needed = for_probes + sum(n * per_token for i, n in survey.tokens.items() if i not in done)
     free = shutil.disk_usage(folder).free - int(config.dump.disk_reserve_gib * GIB)
-    print(f"dump: {len(survey.tokens)} samples, {sum(survey.tokens.values())} tokens x {per_token} bytes "
-          f"({layers} layer outputs + final hidden, H = {target.hidden_size}, {itemsize} bytes each); {len(done)} samples are "
-          f"done; {needed / GIB:.2f} GiB to write, {free / GIB:.2f} GiB free beside a reserve of "
+    print(f"dump: {len(survey.tokens)} samples ({len(done)} are done), {sum(survey.tokens.values())} tokens x "
+          f"{per_token} bytes ({layers} layer outputs + final hidden, H = {target.hidden_size}, {itemsize} bytes); "
+          f"{needed / GIB:.2f} GiB to write, {free / GIB:.2f} GiB free beside a reserve of "
           f"{config.dump.disk_reserve_gib:g} GiB", flush=True)
     if needed <= free:
         return
@@ -176,18 +180,28 @@ def _check_room(config: Config, target: Target, survey: Survey, done: set[str], 
         fit += 1
     fix = f"free {(needed - free) / GIB:.2f} GiB, put the runs on another disk (ARGS=\"run.root=…\")"
     fix += f', or use fewer samples: make prompts ARGS="prompts.limit={fit}", then make dump' if fit else ""
-    raise PipelineError(f"the disk has no room for the hidden states: {needed / GIB:.2f} GiB are needed, {max(free, 0) / GIB:.2f} "
-                        f"GiB are free beside the reserve; the first {fit} of {len(survey.tokens)} samples would fit",
+    raise PipelineError(f"the disk has no room for the hidden states: {needed / GIB:.2f} GiB are needed, "
+                        f"{max(free, 0) / GIB:.2f} GiB are free beside the reserve; the first {fit} of "
+                        f"{len(survey.tokens)} samples would fit",
                         field="dump.disk_reserve_gib", value=config.dump.disk_reserve_gib, fix=fix)
 
 
-def _reported_quarantine(plan: CapturePlan) -> list[dict]:
-    found = [json.loads(line) for path in sorted(plan.control.glob("quarantine-*.jsonl"))
-             for line in path.read_text(encoding="utf-8").splitlines()]
-    if bad := [q for q in found if q.pop("kind", None) == "probe"]:
-        raise PipelineError(f"probe sample {bad[0]['id']!r} could not be captured: {bad[0]['reason']}",
-                            field="dump.probe_samples", fix="make dump, or fewer probes: ARGS=\"dump.probe_samples=0\"")
-    return found
+def _reported_quarantine(plan: CapturePlan, store: HiddenStore) -> list[dict]:
+    """What plugin and backend refused, each sample once.
+
+    A sample that the engine aborted after its last row was captured is stored, and not listed.
+    """
+    stored = {ref.id for ref in store.samples}
+    found: dict[str, dict] = {}
+    for path in sorted(plan.control.glob("quarantine-*.jsonl"), reverse=True):  # the stage's own reasons first
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry.pop("kind") == PROBE:
+                raise PipelineError(f"probe sample {entry['id']!r} could not be captured: {entry['reason']}",
+                                    field="dump.probe_samples", fix="make dump, or ARGS=\"dump.probe_samples=0\"")
+            if entry["id"] not in stored:
+                found.setdefault(entry["id"], entry)
+    return list(found.values())
 
 
 def _check_complete(survey: Survey, store: HiddenStore, quarantine: list[dict]) -> None:
@@ -197,16 +211,16 @@ def _check_complete(survey: Survey, store: HiddenStore, quarantine: list[dict]) 
     asked = survey.tokens.keys() | survey.too_long.keys()
     missing = asked - stored.keys() - refused.keys()
     foreign = (stored.keys() | refused.keys()) - asked
-    twice = stored.keys() & refused.keys()
     wrong = [i for i, n in stored.items() if i in survey.tokens and survey.tokens[i] != n]
-    for what, ids in (("missing", missing), ("not among the samples of stage 1", foreign), ("both stored and quarantined", twice),
+    for what, ids in (("missing", missing), ("not among the samples of stage 1", foreign),
                       ("stored with another number of tokens", wrong)):
         if ids:
-            raise PipelineError(f"{len(ids)} samples are {what} after the dump, e.g. {sorted(ids)[0]!r}", field="dump/shard-*",
-                                fix="make dump (goes on with what is missing); if it stays so: make dump ARGS=\"force=true\"")
+            raise PipelineError(f"{len(ids)} samples are {what} after the dump, e.g. {sorted(ids)[0]!r}",
+                                field="dump/shard-*",
+                                fix="make dump (goes on with what is missing), or make dump ARGS=\"force=true\"")
     if len(refused) > _MAX_QUARANTINED * len(asked):
-        example = next(iter(refused.items()))
-        raise PipelineError(f"{len(refused)} of {len(asked)} samples had to be quarantined, e.g. {example[0]!r}: {example[1]}",
+        example, reason = next(iter(refused.items()))
+        raise PipelineError(f"{len(refused)} of {len(asked)} samples had to be quarantined, e.g. {example!r}: {reason}",
                             field="dump/quarantine.jsonl", value=len(refused),
                             fix="mend the cause; for numbers that are not finite try ARGS=\"dump.dtype=bf16\"")
 
@@ -220,13 +234,14 @@ def _collect_probes(plan: CapturePlan, folder: Path, probes: list[str]) -> Path:
         sample_id = safe_open(path, framework="pt").metadata()["sample_id"]
         tensors |= {f"{sample_id}/{name}": tensor for name, tensor in load_file(path).items()}
     if missing := [p for p in probes if f"{p}/final_hidden" not in tensors]:
-        raise PipelineError(f"probe sample {missing[0]!r} was not captured", field="dump.probe_samples", fix="make dump")
+        raise PipelineError(f"probe sample {missing[0]!r} was not captured", field="dump.probe_samples",
+                            fix="make dump")
     save_safetensors(folder / "probes.safetensors", tensors, {"probe_ids": json.dumps(probes)})
     return folder / "probes.safetensors"
 
 
 def _fingerprints(store: HiddenStore, states: list[str], probes: list[str]) -> dict[str, Fingerprint]:
-    """Of the rows as they lie in the shards: norms over all probe rows, five floats at the first, middle and last row."""
+    """Of the rows as they lie in the shards: norms over all probe rows, five floats at first, middle and last row."""
     refs = [ref for ref in store.samples if ref.id in set(probes)]
     prints = {}
     for name in states if refs else []:

@@ -1,8 +1,8 @@
 """`dump.engine=sglang`: sends every sample through the engine, where the capture plugin stores its hidden states.
 
 The first request only makes the live model say what it captures; nothing is dumped before that agrees with what was
-derived. Then a fixed number of workers keeps the engine busy, the probes follow one by one, and a file asks the plugin to
-put the rest on disk.
+derived. Then a fixed number of workers keeps the engine busy, the probes follow one by one, and a file asks the plugin
+to put the rest on disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def run(job: Job) -> Backend:
     """Dump with SGLang. Blocks until every captured sample is on disk.
 
     Raises:
-        PipelineError: the engine did not start, died, or captures other layers than derived; or the plugin could not write.
+        PipelineError: the engine did not start, died, or captures other layers than derived; or a shard could not be
+            written.
     """
     config, target, plan = job.config, job.target, job.plan
     device = resolve_device(config.device)
@@ -45,9 +46,10 @@ def run(job: Job) -> Backend:
         tp_size=(config.gpus if config.gpus > 1 else config.target.tp_size) if device == "cuda" else 1,
         context_length=min(config.target.context_length + 1, config.target.max_position_embeddings),
         max_total_tokens=None if device == "cuda" else max(16384, 2 * config.target.context_length),
-        chunked_prefill_size=config.dump.chunked_prefill_size, capture_ids=ids.ids, quantization=config.target.quantization,
-        trust_remote_code=target.trust_remote_code, mem_fraction_static=config.dump.mem_fraction_static,
-        random_seed=config.seed, extra={"skip_tokenizer_init": True, "max_running_requests": config.dump.max_running_requests})
+        chunked_prefill_size=config.dump.chunked_prefill_size, capture_ids=ids.ids,
+        quantization=config.target.quantization, trust_remote_code=target.trust_remote_code,
+        mem_fraction_static=config.dump.mem_fraction_static, random_seed=config.seed,
+        extra={"skip_tokenizer_init": True, "max_running_requests": config.dump.max_running_requests})
     with mock.patch.dict(os.environ, {PLAN_ENV: str(plan_file)}), engine(target.path, **options) as llm:
         wiring = llm.loop.run_until_complete(_Client(llm, job, ids).run())
     return Backend("sglang", ids.version, wiring["model_class"], list(ids.ids), wiring["capture_points"])
@@ -107,21 +109,23 @@ class _Client:
     def _quarantine(self, kind: str, sample: Sample, reason: str) -> None:
         if kind == CHECK:  # it will come again as a sample
             return
+        entry = {"id": sample.id, "reason": reason, "tokens": len(sample.input_ids), "kind": kind}
         with open(self.plan.control / "quarantine-stage.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"id": sample.id, "reason": reason, "tokens": len(sample.input_ids), "kind": kind}) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
     def _check_wiring(self) -> dict:
         reports = [json.loads(path.read_text()) for path in self.plan.control.glob("wiring-*.json")]
         if not reports:
-            raise PipelineError("the capture plugin is not active in the engine", field="sglang.srt.plugins: eagle3_capture",
+            raise PipelineError("the capture plugin is not active in the engine",
+                                field="sglang.srt.plugins: eagle3_capture",
                                 fix="pip install -e . (the entry point is missing), and unset SGLANG_PLUGINS")
         wiring = reports[0]
         derived = {"model_class": self.ids.model_class, "capture_points": list(self.ids.capture_points)}
         for key, expected in derived.items():
             if wiring[key] != expected:
-                raise PipelineError(f"the live model's {key} is {wiring[key]}, {expected} was derived for ids {list(self.ids.ids)}"
-                                    + (f" ({wiring['problem']})" if "problem" in wiring else ""),
-                                    field=f"engine: {key}", value=wiring[key],
+                problem = f" ({wiring['problem']})" if "problem" in wiring else ""
+                raise PipelineError(f"the live model's {key} is {wiring[key]}{problem}, {expected} was derived for ids "
+                                    f"{list(self.ids.ids)}", field=f"engine: {key}", value=wiring[key],
                                     fix="report this target; until then: make dump ARGS=\"dump.engine=transformers\"")
         return wiring
 
@@ -132,17 +136,24 @@ class _Client:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _watch(self) -> None:
-        """Ends with an error when the plugin reports one or a process of the engine is gone; requests would wait for ever."""
-        import psutil
-
+        """Ends with an error when the plugin reports one or a process of the engine is gone; requests would hang."""
         while True:
             _raise_reported_error(self.plan)
             for pid in self.pids:
-                if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                    raise PipelineError(f"a process of the engine (pid {pid}) died during the dump", field="engine", value=pid,
+                if not _is_running(pid):
+                    raise PipelineError(f"a process of the engine (pid {pid}) died during the dump", field="engine",
                                         fix="the same command again goes on; if it was killed for memory, lower "
                                             "dump.chunked_prefill_size or dump.shard_tokens")
             await asyncio.sleep(_POLL_SECONDS)
+
+
+def _is_running(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _raise_reported_error(plan: CapturePlan) -> None:

@@ -1,8 +1,7 @@
-"""`dump.engine=transformers`: the same files as the SGLang dump, computed by the reference, one sample after the other."""
+"""`dump.engine=transformers`: the same files as the SGLang dump, computed by the reference sample by sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import torch
@@ -13,6 +12,7 @@ from pipeline.capture_writer import CaptureWriter
 from pipeline.dump import Backend, Job
 from pipeline.engine import resolve_device
 from pipeline.reference import Reference
+from pipeline.samples import Sample
 
 
 def run(job: Job) -> Backend:
@@ -26,15 +26,16 @@ def run(job: Job) -> Backend:
     every_layer = list(range(job.target.num_layers))
     with tqdm(total=job.todo_tokens, unit="tok", desc="dump", smoothing=0.1) as progress:
         for sample in job.todo():
-            writer.take(_captured(reference.states, job.plan.attempt, SAMPLE, sample.id, sample.input_ids, job.plan.layers))
+            writer.take(_captured(reference, job.plan.attempt, SAMPLE, sample, job.plan.layers))
             progress.update(len(sample.input_ids))
     for sample in job.probe_samples():
-        writer.take(_captured(reference.states, job.plan.attempt, PROBE, sample.id, sample.input_ids, every_layer))
+        writer.take(_captured(reference, job.plan.attempt, PROBE, sample, every_layer))
     writer.finish()
     return Backend("transformers", version("transformers"), reference.model_class, requested_ids=[],
                    capture_points=[layer + 1 for layer in job.plan.layers])
 
 
-def _captured(states: Callable, attempt: str, kind: str, sample_id: str, input_ids: Sequence[int], layers: list[int]) -> Captured:
-    span = Span(RequestTag.of(attempt, kind, sample_id, input_ids), row=0, start=0, length=len(input_ids))
-    return Captured([span], torch.tensor(input_ids), states(input_ids, layers), ready=lambda: None)
+def _captured(reference: Reference, attempt: str, kind: str, sample: Sample, layers: list[int]) -> Captured:
+    ids = sample.input_ids
+    span = Span(RequestTag.of(attempt, kind, sample.id, ids), row=0, start=0, length=len(ids))
+    return Captured([span], torch.tensor(ids), reference.states(ids, layers), ready=lambda: None)

@@ -1,7 +1,7 @@
 """The reference for hidden states: transformers, observed by hooks, one sample at a time.
 
-Layer output l is what decoder layer l returns, the final hidden what the final norm returns. `output_hidden_states` is not
-used: its last entry is the state after the norm, so layer output N-1 is not among them.
+Layer output l is what decoder layer l returns, the final hidden what the final norm returns. `output_hidden_states` is
+not used: its last entry is the state after the norm, so layer output N-1 is not among them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Reference:
 
     @torch.inference_mode()
     def states(self, input_ids: Sequence[int], layers: Iterable[int]) -> dict[str, torch.Tensor]:
-        """Hidden states of one sample: `layer_output.<l>` for every l of `layers` and `final_hidden`, each [T, H], on the CPU."""
+        """Of one sample: `layer_output.<l>` for every l of `layers` and `final_hidden`, each [T, H], on the CPU."""
         with self._observed(layers) as seen:
             self.decoder(input_ids=torch.tensor([list(input_ids)], device=self.device), use_cache=False)
         return seen

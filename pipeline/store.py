@@ -91,7 +91,8 @@ class ShardBuilder:
         }
         for name in self.states:  # popped one by one: at most one state lies in memory twice
             tensors[name] = torch.cat(self._states.pop(name))
-        save_safetensors(path, tensors, {"format": FORMAT, "version": VERSION, "sample_ids": json.dumps(self.sample_ids)})
+        save_safetensors(path, tensors, {"format": FORMAT, "version": VERSION,
+                                         "sample_ids": json.dumps(self.sample_ids)})
         self._reset()
 
 

@@ -20,13 +20,14 @@ def random_samples(lengths: list[int], *, vocab: int = 512, seed: int = 0) -> li
     """One sample per length; every fourth is held out. Token 3 never occurs: tests give it a damaged embedding."""
     rng = torch.Generator().manual_seed(seed)
     return [Sample(id=f"sample/{i}", split="heldout" if i % 4 == 1 else "train", category=None, messages=[],
-                   input_ids=torch.randint(4, vocab, (n,), generator=rng).tolist(), loss_mask=[1] * n, finish_reason=None)
+                   input_ids=torch.randint(4, vocab, (n,), generator=rng).tolist(), loss_mask=[1] * n,
+                   finish_reason=None)
             for i, n in enumerate(lengths)]
 
 
 def overrides(target_dir: Path, root: Path, *more: str) -> list[str]:
-    return ["target=local", f"target.path={target_dir}", "target.dtype=fp32", f"run.root={root}", "run.name=test", "device=cpu",
-            "target.context_length=512", "dump.shard_tokens=400", "dump.disk_reserve_gib=0", *more]
+    return ["target=local", f"target.path={target_dir}", "target.dtype=fp32", f"run.root={root}", "run.name=test",
+            "device=cpu", "target.context_length=512", "dump.shard_tokens=400", "dump.disk_reserve_gib=0", *more]
 
 
 def make_config(target_dir: Path, root: Path, *more: str) -> Config:
