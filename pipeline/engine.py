@@ -4,27 +4,21 @@
     with engine(target, device=device, dtype="float32") as llm:
         outputs = generate(llm, input_ids, {"temperature": 0, "max_new_tokens": 48})
 
-SGLang's `Engine` assumes that it owns the process: when a scheduler dies it kills the whole process tree without a
-word, at shutdown it kills every child process (wandb's included), and it replaces the root logger and signal handlers.
-Here a failure is a `PipelineError` that ends with the engine's own last lines, and only the engine's processes end.
+A failure, at start or later, is a `PipelineError` that ends with the engine's own last lines.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import importlib.util
-import logging
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
-from unittest import mock
+from typing import Any
 
+from pipeline.engine_process import EngineDied, EngineProcess
 from pipeline.errors import PipelineError
 from pipeline.sglang_cpu import SHIM_DIR, check_sglang_version
 from pipeline.torchvision_ops import declare_on_import
@@ -178,28 +172,21 @@ def engine(
     arguments = engine_arguments(model_path, device=device, dtype=dtype, **options)
     check_sglang_version(force=force_version)
     prepare_environment(device)
-    with tempfile.TemporaryFile("w+b", prefix="sglang-") as log, _own_signals(), _own_logging():
-        before = set(multiprocessing.active_children())
-        llm = None
+    with tempfile.TemporaryFile(prefix="sglang-") as log:
+        process = EngineProcess(log)
         try:
             try:
-                with _output_to(log), _offline_for(model_path):
-                    llm = _start(arguments, before)
-            except Exception as e:
-                _end(before)
-                raise _failure("SGLang did not start", arguments, log, e) from e
-            _set_signals()
+                with _offline_for(model_path):
+                    llm = process.start(arguments)
+            except (Exception, EngineDied) as e:
+                process.stop()  # first, so that the dying processes' last words are in the log
+                raise _failure("SGLang did not start", arguments, process, e) from e
             try:
                 yield llm
-            except _ChildDied as e:
-                raise _failure("SGLang died while it was running", arguments, log, e) from e
+            except EngineDied as e:
+                raise _failure("SGLang died while it was running", arguments, process, e) from e
         finally:
-            with contextlib.suppress(_ChildDied):
-                signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # dying children still report to this process
-            if llm is not None:
-                llm.shutdown()
-                atexit.unregister(llm.shutdown)
-            _end(before)
+            process.stop()
 
 
 def generate(llm: Any, input_ids: list[list[int]], sampling: dict[str, Any]) -> list[dict[str, Any]]:
@@ -225,115 +212,26 @@ def generate(llm: Any, input_ids: list[list[int]], sampling: dict[str, Any]) -> 
     ]
 
 
-class _ChildDied(BaseException):
-    """Raised by SIGQUIT, which SGLang's children send when they fail. Not an Exception: nothing on the way may eat it."""
-
-
-def _on_sigquit(signum: int, frame: object) -> None:
-    raise _ChildDied("a process of the engine failed")
-
-
-def _start(arguments: dict[str, Any], before: set) -> Any:
-    """Construct the engine and take back from it what it does to the process."""
-    from sglang.srt.entrypoints import engine as sglang_engine
-
-    class OwnProcessesEngine(sglang_engine.Engine):
-        def shutdown(self) -> None:
-            # The original kills every child of this process, whoever started it.
-            with mock.patch.object(sglang_engine, "kill_process_tree", lambda *args, **kwargs: _end(before)):
-                super().shutdown()
-
-    try:
-        llm = OwnProcessesEngine(custom_sigquit_handler=_on_sigquit, **arguments)
-        # The first request would install handlers in the event loop that kill this process: do it now, then undo it.
-        llm.loop.run_until_complete(_call(llm.tokenizer_manager.auto_create_handle_loop))
-        for number in (signal.SIGTERM, signal.SIGQUIT):
-            llm.loop.remove_signal_handler(number)
-    except _ChildDied as e:
-        raise RuntimeError(str(e)) from e
-    return llm
-
-
-async def _call(function) -> None:
-    function()
-
-
-def _set_signals() -> None:
-    signal.signal(signal.SIGQUIT, _on_sigquit)
-
-
-def _end(before: set) -> None:
-    """Kill the processes started since `before` (multiprocessing's children then) with their descendants, and wait."""
-    import psutil
-
-    started = [p for p in multiprocessing.active_children() if p not in before]
-    for process in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for descendant in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    descendant.kill()
-        process.kill()
-    for process in started:
-        process.join()
-
-
-def _failure(what: str, arguments: dict[str, Any], log: IO[bytes], cause: BaseException) -> PipelineError:
-    log.seek(0)
-    tail = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    shown = "\n".join(["  " + line for line in tail] or ["  (it printed nothing)"])
-    return PipelineError(
-        f"{what}: {cause}\nIts last lines:\n{shown}",
-        field="model_path",
-        value=arguments["model_path"],
-        fix="see the lines above; the usual causes are too little memory and a model that SGLang does not know",
-    )
-
-
-@contextlib.contextmanager
-def _output_to(log: IO[bytes]) -> Iterator[None]:
-    """Send this process's file descriptors 1 and 2, which children inherit for good, to `log` for a while."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = [(fd, os.dup(fd)) for fd in (1, 2)]
-    for fd, _ in saved:
-        os.dup2(log.fileno(), fd)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for fd, copy in saved:
-            os.dup2(copy, fd)
-            os.close(copy)
-
-
 @contextlib.contextmanager
 def _offline_for(model_path: str | Path) -> Iterator[None]:
-    """Children that load a local model have nothing to ask the hub."""
-    local = {"HF_HUB_OFFLINE": "1"} if Path(model_path).is_dir() else {}
-    with mock.patch.dict(os.environ, local):
-        yield
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    saved = {number: signal.getsignal(number) for number in (signal.SIGQUIT, signal.SIGTERM)}
+    """Processes that load a local model have nothing to ask the hub."""
+    saved = os.environ.get("HF_HUB_OFFLINE")
+    if Path(model_path).is_dir():
+        os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         yield
     finally:
-        for number, handler in saved.items():
-            signal.signal(number, handler)
+        if saved is None:
+            os.environ.pop("HF_HUB_OFFLINE", None)
+        else:
+            os.environ["HF_HUB_OFFLINE"] = saved
 
 
-@contextlib.contextmanager
-def _own_logging() -> Iterator[None]:
-    """Keep the root logger's handlers: SGLang replaces them (basicConfig with force=True) and closes the old ones."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    for handler in handlers:
-        root.removeHandler(handler)
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+def _failure(what: str, arguments: dict[str, Any], process: EngineProcess, cause: BaseException) -> PipelineError:
+    shown = textwrap.indent(process.tail(LOG_TAIL_LINES) or "(nothing)", "  | ")
+    return PipelineError(
+        f"{what}: {cause}\nThe last it printed:\n{shown}",
+        field="model_path",
+        value=arguments["model_path"],
+        fix="see the lines above; often too little memory, or a model or setting that SGLang does not take",
+    )

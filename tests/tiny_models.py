@@ -125,7 +125,17 @@ def tiny_deepseek_v3(
         qk_nope_head_dim=32,
         v_head_dim=32,
         max_position_embeddings=max_positions,
-        rope_theta=10000.0,
+        rope_parameters={  # as in the released models; SGLang's CPU path serves latent attention with YaRN only
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": max_positions // 4,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        num_mtp_layers=0,
         tie_word_embeddings=False,
     )
     return _save(folder, DeepseekV3ForCausalLM, config, vocab, std, seed)
