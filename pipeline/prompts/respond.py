@@ -127,12 +127,13 @@ def _ask_transformers(requests: list[Request], config: Config, target: Target
     from transformers import AutoModelForCausalLM
 
     from pipeline.engine import resolve_device
-    from pipeline.prompts.decode import generate_batch
+    from pipeline.prompts.decode import generate_batch, use_grouped_attention
 
     prompts = config.prompts
     model = AutoModelForCausalLM.from_pretrained(
         target.path, dtype=getattr(torch, _DTYPES.get(prompts.respond_dtype, target.dtype)),
         trust_remote_code=target.trust_remote_code).eval().to(resolve_device(config.device))
+    use_grouped_attention(model)
     for batch in length_sorted_batches(requests, prompts.batch_size):
         answers = generate_batch(
             model, [q.prompt_ids for q in batch], max_new_tokens=prompts.max_new_tokens,
@@ -154,6 +155,7 @@ def _ask_sglang(requests: list[Request], config: Config, target: Target) -> Iter
     prompts = config.prompts
     sampling = {"temperature": prompts.temperature, "top_p": prompts.top_p, "max_new_tokens": prompts.max_new_tokens,
                 "stop_token_ids": target.eos_token_ids}
+    # SGLang draws a batch from one random stream: sampled answers repeat for an uninterrupted run only.
     with engine(target.path, device=resolve_device(config.device),
                 dtype=_DTYPES.get(prompts.respond_dtype, target.dtype), tp_size=config.target.tp_size,
                 context_length=config.target.context_length, quantization=config.target.quantization,
