@@ -97,3 +97,19 @@ def test_large_scores_do_not_overflow():
     out = ttt_attention(q, k, v, [k[:3] + 1], [v[:3] + 10], rows.segments)
     # The own key of step 1 scores 840 against 800 of all others: it takes everything.
     assert torch.allclose(out, v[:3] + 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_gpu_kernels_take_these_arguments(dtype):
+    """Without a GPU, the meta device runs the GPU branches up to argument order, shapes and dtypes."""
+    rows = select_rows(torch.tensor([0, 1, 1, 1, 0, 1, 1, 1]).bool(), torch.tensor([8]), torch.zeros(8).long(), 1)
+
+    def leaf(count: int, heads: int) -> torch.Tensor:
+        return torch.empty(count, heads, 64, dtype=dtype, device="meta", requires_grad=True)
+
+    n = len(rows.index)
+    leaves = [leaf(n, 4), leaf(8, 2), leaf(8, 2), leaf(n, 2), leaf(n, 2)]
+    out = ttt_attention(*leaves[:3], [leaves[3]], [leaves[4]], rows.segments)
+    assert (out.shape, out.dtype) == (leaves[0].shape, dtype)
+    for grad, x in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+        assert (grad.shape, grad.dtype) == (x.shape, dtype)
