@@ -29,9 +29,11 @@ def prepare(cache_dir: Path) -> Path:
     Raises:
         PipelineError: the package is not installed, or `cache_dir` cannot be written.
     """
+    from importlib.metadata import version
+
     gguf = _find_gguf()
     folder = Path(cache_dir) / _FOLDER
-    identity = {"layout": _LAYOUT, "package": gguf.parent.name, "gguf_bytes": gguf.stat().st_size}
+    identity = {"layout": _LAYOUT, "package": f"{_PACKAGE}=={version(_PACKAGE)}", "gguf_bytes": gguf.stat().st_size}
     if _is_current(folder, identity):
         return folder
 
@@ -80,7 +82,7 @@ def _convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
 
     settings = read.config.to_dict()

@@ -20,14 +20,10 @@ from pipeline.errors import PipelineError
 QLEN_ONLY = 1
 
 
-@pytest.fixture(scope="module")
-def ops():
-    """The stand-in package, loaded from its file: an installed CUDA `sgl_kernel` must not be taken for it."""
-    return _load_ops()
-
-
 def _load_ops():
-    spec = importlib.util.spec_from_file_location("ops_under_test", sglang_cpu.SHIM_DIR / "sgl_kernel" / "__init__.py")
+    """The stand-in package, loaded from its file: an installed CUDA `sgl_kernel` must not be taken for it."""
+    file = sglang_cpu.SHIM_DIR / "sgl_kernel" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("ops_under_test", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -36,8 +32,13 @@ def _load_ops():
 OPS = _load_ops()
 
 
+@pytest.fixture
+def ops():
+    return OPS
+
+
 def test_every_op_that_sglang_imports_at_start_is_there(ops):
-    """Read SGLang's source: each `from sgl_kernel import …_cpu`, but for the linear-attention models' own submodule."""
+    """Read from its source: each `from sgl_kernel import …_cpu`, but for the linear-attention models' submodule."""
     root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
     wanted = set()
     for file in [*root.glob("srt/**/*.py"), *root.glob("kernels/**/*.py")]:

@@ -75,7 +75,8 @@ def test_config_tokenizer_and_template(folder):
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.decode(tokenizer("naïve café\n x = 3", add_special_tokens=False).input_ids) == "naïve café\n x = 3"
+    sentence = "naïve café\n x = 3"
+    assert tokenizer.decode(tokenizer(sentence, add_special_tokens=False).input_ids) == sentence
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert GenerationConfig.from_pretrained(folder).eos_token_id == config.eos_token_id == end == 2
 
@@ -97,9 +98,12 @@ def test_second_call_does_nothing_and_a_damaged_folder_is_made_anew(folder, monk
     cache = tmp_path / "cache"
     copy = shutil.copytree(folder, cache / folder.name)
     converted = []
-    real = smollm2._convert
-    monkeypatch.setattr(smollm2, "_convert", lambda gguf, out: converted.append(out) or shutil.copytree(
-        folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("prepared.json")))  # fmt: skip
+
+    def convert(gguf, out):
+        converted.append(out)
+        shutil.copytree(folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("prepared.json"))
+
+    monkeypatch.setattr(smollm2, "_convert", convert)
     assert smollm2.prepare(cache) == copy and not converted
 
     with open(copy / "model.safetensors", "r+b") as f:
@@ -107,7 +111,6 @@ def test_second_call_does_nothing_and_a_damaged_folder_is_made_anew(folder, monk
     assert smollm2.prepare(cache) == copy and len(converted) == 1
     assert (copy / "model.safetensors").stat().st_size == (folder / "model.safetensors").stat().st_size
     assert [p.name for p in cache.iterdir()] == [folder.name]  # no leftovers
-    assert real is not smollm2._convert
 
 
 @pytest.mark.slow

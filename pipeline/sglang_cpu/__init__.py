@@ -1,7 +1,7 @@
 """What SGLang lacks on PyPI to run without a GPU, added from outside: no file of SGLang is edited.
 
-* `shim/` goes on PYTHONPATH of the engine's processes: `sgl_kernel` (torch stand-ins for the C++ ops that SGLang imports
-  on a CPU; PyPI carries only the CUDA build) and `sitecustomize` (makes torchvision importable there, see
+* `shim/` goes on PYTHONPATH of the engine's processes: `sgl_kernel` (torch stand-ins for the C++ ops that SGLang
+  imports on a CPU; PyPI carries only the CUDA build) and `sitecustomize` (makes torchvision importable there, see
   `pipeline.torchvision_ops`).
 * `spec_attention` is an SGLang plugin: EAGLE's verify, draft-extend and multi-step draft modes, and DeepSeek's latent
   attention, for the `torch_native` attention backend (the backend itself is in `torch_native_eagle`).
@@ -17,7 +17,7 @@ from pipeline.errors import PipelineError
 
 SHIM_DIR = Path(__file__).resolve().parent / "shim"
 
-# The stand-ins follow private signatures, which change between releases: only versions that the tests ran with are here.
+# The stand-ins follow private signatures, which change between releases: only versions the tests ran with are here.
 TESTED_SGLANG = ("0.5.23",)
 
 
