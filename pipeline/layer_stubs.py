@@ -123,6 +123,10 @@ def sglang_classes() -> Mapping[str, type]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from sglang.srt.models.registry import ModelRegistry
+    except ImportError as e:
+        raise PipelineError(
+            f"SGLang cannot be imported, so it cannot be asked for its layer ids: {e}", field="sglang", fix="make install"
+        ) from e
     finally:
         registry_log.setLevel(level)
     return {name: ModelRegistry.resolve_model_cls(name)[0] for name in sorted(ModelRegistry.get_supported_archs())}
