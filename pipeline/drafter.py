@@ -200,7 +200,7 @@ class MidLayer(nn.Module):
 
     def inputs(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """[N, H], [N, H] → [N, 2H], embedding first"""
-        return torch.cat([self.input_layernorm(embedding).to(hidden.dtype), self.hidden_norm(hidden)], -1)
+        return torch.cat([self.input_layernorm(embedding.to(hidden.dtype)), self.hidden_norm(hidden)], -1)
 
     def outputs(self, attended: Tensor, residual: Tensor) -> Tensor:
         """[N, A, D], [N, H] → [N, H]"""
@@ -262,10 +262,22 @@ class Drafter(nn.Module):
         They are known without a forward: to average over several batches or ranks, add up `.loss_rows` first and pass
         `step_weights = STEP_DECAY ** j / total_loss_rows[j]` to each `forward_ttt`; the losses (and gradients) then
         simply add.
+
+        Raises:
+            PipelineError: a row that counts has no teacher argmax.
         """
-        answer = self._draft_id[batch.teacher_argmax.long()]
-        answer = torch.where(batch.teacher_argmax >= 0, answer, -1)
-        return select_rows(batch.loss_mask.cpu(), batch.sample_lengths.cpu(), answer.cpu(), steps)
+        argmax = batch.teacher_argmax.cpu().long()
+        answer = torch.where(argmax >= 0, self._draft_id[argmax], -1)
+        rows = select_rows(batch.loss_mask.cpu(), batch.sample_lengths.cpu(), answer, steps)
+        unknown = rows.index[argmax[rows.index + 1] < 0]
+        if len(unknown):
+            raise PipelineError(
+                "rows that count have no teacher argmax",
+                field="teacher_argmax",
+                value=f"-1 at {len(unknown)} of {len(rows.index)} rows, first at packed row {int(unknown[0]) + 1}",
+                fix="make standardize ARGS=force=true",
+            )
+        return rows
 
     def fuse(self, features: Tensor) -> Tensor:
         """The fc slots → one hidden. [R, n·H] → [R, H]"""

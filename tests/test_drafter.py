@@ -163,6 +163,16 @@ def test_a_batch_without_a_counting_row_has_zero_loss_and_a_gradient_for_every_p
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
 
 
+def test_a_counting_row_without_a_teacher_argmax_is_refused():
+    """Taken for "outside the draft vocabulary" it would quietly be a miss."""
+    drafter, batch = make_drafter(), pack(make_samples([6], [[True] * 6], 3))
+    batch.teacher_argmax[0] = -1  # token 0 teaches no row
+    drafter.select_rows(batch, 3)
+    batch.teacher_argmax[4] = -1
+    with pytest.raises(PipelineError, match="teacher argmax"):
+        drafter.select_rows(batch, 3)
+
+
 def test_bf16_autocast_is_near_fp32_and_keeps_fp32_gradients():
     samples = make_samples([40], [[True] * 40], 3)
     drafter = make_drafter()
