@@ -115,7 +115,8 @@ def _nothing_left(selection: Selection, config: Config) -> PipelineError:
                     + (", and prompts.system_prompt" if config.prompts.system_prompt else ""),
         "too_long": "raise target.context_length, or lower prompts.max_new_tokens",
     }
-    most = reasons.most_common(1)[0][0]
+    # Zero masks first: they point at the template, whatever else the source holds.
+    most = "no_trained_tokens" if "no_trained_tokens" in reasons else reasons.most_common(1)[0][0]
     example = next(s for s in selection.skipped if s["reason"] == most)
     listed = ", ".join(f"{n} × {reason}" for reason, n in reasons.most_common())
     return PipelineError(

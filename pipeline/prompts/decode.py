@@ -119,7 +119,7 @@ def _sample(logits: torch.Tensor, uniform: torch.Tensor, temperature: float, top
     Returns:
         [rows, 1] token ids.
     """
-    probs, tokens = (logits.float() / temperature).softmax(-1).sort(-1, descending=True, stable=True)
+    probs, tokens = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     cumulative = probs.cumsum(-1)
     # A token is in the nucleus iff the tokens above it hold less than top_p; the first one always is.
     nucleus = (cumulative - probs < top_p).sum(-1, keepdim=True)

@@ -1,0 +1,251 @@
+"""The target's responses: batching changes no text, an interrupted run asks nothing twice, and stage 1 adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from pipeline.config import load_config
+from pipeline.errors import PipelineError
+from pipeline.prompts import generate, respond
+from pipeline.prompts.decode import Response, _sample, generate_batch, use_grouped_attention
+from pipeline.prompts.respond import Journal, Request, length_sorted_batches
+from pipeline.samples import read_samples
+from pipeline.target import open_target
+from tests.tiny_models import tiny_llama
+
+CONF = Path(__file__).parent.parent / "conf"
+EOS = [2, 3]
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.5, eos_token_id=EOS,
+                         pad_token_id=2)
+    return LlamaForCausalLM(config).float().eval()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 32, (n,), generator=random).tolist() for n in (3, 9, 4, 4, 17, 6, 11, 5)]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_greedy_batch_equals_one_by_one_with_transformers_generate(model, prompts, grouped):
+    if grouped:
+        use_grouped_attention(model)
+    found = generate_batch(model, prompts, max_new_tokens=10, eos_token_ids=EOS)
+    model.set_attn_implementation("sdpa")
+    for prompt, response in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        reference = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False,
+                                   eos_token_id=EOS, pad_token_id=2)[0, len(prompt):].tolist()
+        assert response == Response(reference, "stop" if reference[-1] in EOS else "length")
+    # The case is worth something only if rows end at different times.
+    assert {r.finish_reason for r in found} == {"stop", "length"}
+    assert len({len(r.ids) for r in found}) > 3
+
+
+def test_sampled_answers_depend_on_their_seed_alone(model, prompts):
+    options = dict(max_new_tokens=12, eos_token_ids=EOS, temperature=1.0, top_p=0.9)
+    seeds = list(range(len(prompts)))
+    together = generate_batch(model, prompts, seeds=seeds, **options)
+    alone = [generate_batch(model, [p], seeds=[s], **options)[0] for p, s in zip(prompts, seeds)]
+    assert together == alone
+    assert generate_batch(model, prompts, seeds=[s + 100 for s in seeds], **options) != together
+
+
+def test_sampling_follows_the_distribution_cut_at_top_p():
+    probs = torch.tensor([0.1, 0.5, 0.05, 0.35])
+    uniform = (torch.arange(1000) + 0.5) / 1000
+    draw = lambda t, p: _sample(probs.log().expand(1000, 4), uniform, t, p)[:, 0].bincount(minlength=4) / 1000  # noqa: E731
+    torch.testing.assert_close(draw(1.0, 1.0), probs, atol=2e-3, rtol=0)
+    # 0.5 + 0.35 reach 0.8 first: the others are cut and the rest is scaled up.
+    torch.testing.assert_close(draw(1.0, 0.8), torch.tensor([0, 0.5, 0, 0.35]) / 0.85, atol=2e-3, rtol=0)
+    torch.testing.assert_close(draw(0.5, 1.0), probs**2 / (probs**2).sum(), atol=2e-3, rtol=0)
+    assert draw(1.0, 1e-6)[1] == 1
+
+
+def test_batches_are_of_similar_length_and_complete():
+    requests = [Request(str(n), [0] * n) for n in (3, 9, 1, 7, 5)]
+    assert [[len(q.prompt_ids) for q in b] for b in length_sorted_batches(requests, 2)] == [[9, 7], [5, 3], [1]]
+
+
+A, B, C = (Request(name, ids) for name, ids in (("a", [1, 2]), ("b", [3]), ("c", [4])))
+
+
+def test_journal_drops_a_torn_last_line_and_goes_on(tmp_path):
+    path = tmp_path / "responses.jsonl"
+    with Journal(path) as journal:
+        journal.add([(A, Response([7, 2], "stop")), (B, Response([8], "length"))])
+    whole = path.read_bytes()
+    for cut in range(len(whole.splitlines(keepends=True)[0]), len(whole)):
+        path.write_bytes(whole[:cut])
+        with Journal(path) as journal:
+            assert journal.get(A) == Response([7, 2], "stop") and journal.get(B) is None
+            journal.add([(B, Response([8], "length"))])
+        assert path.read_bytes() == whole
+
+
+def test_journal_answers_only_the_prompt_it_was_asked(tmp_path):
+    with Journal(tmp_path / "r.jsonl") as journal:
+        journal.add([(A, Response([7], "length"))])
+        assert journal.get(Request("a", [1, 2, 3])) is None
+
+
+def test_damaged_journal_line_is_named(tmp_path):
+    path = tmp_path / "responses.jsonl"
+    path.write_text('{"id": "a"}\n')
+    with pytest.raises(PipelineError, match="responses.jsonl:1 is damaged"):
+        Journal(path)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("tiny") / "target")
+
+
+def setup(tiny: Path, source: Path, *overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("config", overrides=[
+            "target=local", f"target.path={tiny}", "device=cpu", "target.context_length=120", f"prompts.source={source}",
+            "prompts.max_new_tokens=8", "prompts.batch_size=2", "prompts.respond_dtype=fp32", *overrides])
+    target, config = open_target(load_config(OmegaConf.to_container(composed, resolve=True)))
+    return config, target
+
+
+@pytest.fixture
+def source(tmp_path):
+    records = [
+        {"id": "q1", "prompt": "Hello", "category": "chat"},
+        {"id": "q2", "prompt": "How many apples?", "split": "heldout"},
+        {"id": "same as q1", "prompt": "Hello"},
+        {"id": "long", "prompt": "moon " * 100},
+        {"id": "no user", "messages": [{"role": "assistant", "content": "ok"}]},
+        {"id": "q3", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"},
+                                  {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+def test_stage_with_the_targets_answers(tmp_path, tiny, source):
+    config, target = setup(tiny, source, "prompts.heldout_fraction=0")
+    result = generate(config, target, tmp_path)
+    assert result.outputs == [tmp_path / "samples.jsonl", tmp_path / "skipped.jsonl"]
+    samples = list(read_samples(tmp_path / "samples.jsonl"))
+    assert [(s.id, s.split, s.category) for s in samples] == [
+        ("q1", "train", "chat"), ("q2", "heldout", None), ("q3", "train", None)]
+
+    from transformers import LlamaForCausalLM
+
+    tokenizer, model = target.tokenizer(), LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    for sample in samples:
+        prompt = tokenizer.apply_chat_template(sample.messages[:-1], add_generation_prompt=True)["input_ids"]
+        reference = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False,
+                                   eos_token_id=target.eos_token_ids)[0].tolist()
+        assert sample.input_ids == reference
+        assert sample.loss_mask == [0] * len(prompt) + [1] * (len(reference) - len(prompt))
+        assert sample.finish_reason == ("stop" if reference[-1] in target.eos_token_ids else "length")
+    assert [m["content"] for m in samples[2].messages[:-1]] == ["Hi", "yes", "more"]  # the source's last answer is dropped
+
+    skipped = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert {s["id"]: s["reason"] for s in skipped} == {"long": "too_long", "no user": "no_user_turn"}
+    assert result.counts == {
+        "read": 6, "kept": 3, "duplicates": 1, "skipped_no_user_turn": 1, "skipped_too_long": 1,
+        "train_samples": 2, "heldout_samples": 1, "tokens": sum(len(s.input_ids) for s in samples),
+        "trained_tokens": sum(sum(s.loss_mask) for s in samples),
+        "finish_stop": sum(s.finish_reason == "stop" for s in samples),
+        "finish_length": sum(s.finish_reason == "length" for s in samples)}
+
+
+def test_interrupted_stage_goes_on_without_asking_twice(tmp_path, tiny, source, monkeypatch):
+    config, target = setup(tiny, source, "prompts.temperature=1.0")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    generate(config, target, whole)
+
+    asked = []
+    original = respond._ask_transformers
+
+    def killed_after_one_batch(requests, config, target):
+        yield next(original(requests, config, target))
+        raise KeyboardInterrupt
+
+    def counted(requests, config, target):
+        asked.extend(q.id for q in requests)
+        return original(requests, config, target)
+
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    monkeypatch.setattr(respond, "_ask_transformers", killed_after_one_batch)
+    with pytest.raises(KeyboardInterrupt):
+        generate(config, target, folder)
+    journal = folder / "responses.jsonl"
+    assert not (folder / "samples.jsonl").exists() and journal.read_bytes().count(b"\n") == 2
+    journal.write_bytes(journal.read_bytes()[:-5])  # the kill came in the middle of the second line
+    stored = json.loads(journal.read_bytes().splitlines()[0])["id"]
+
+    monkeypatch.setattr(respond, "_ask_transformers", counted)
+    generate(config, target, folder)
+    assert sorted(asked) == sorted({"q1", "q2", "q3"} - {stored})
+    for name in ("samples.jsonl", "skipped.jsonl"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+
+    asked.clear()
+    generate(config, target, folder)
+    assert asked == []
+
+
+def test_stage_that_keeps_the_sources_answers(tmp_path, tiny, source):
+    config, target = setup(tiny, source, "prompts.respond=keep")
+    result = generate(config, target, tmp_path)
+    (_, sample) = read_samples(tmp_path / "samples.jsonl")
+    assert sample.id == "q3" and sample.finish_reason is None
+    tokenizer = target.tokenizer()
+    assert sample.input_ids == tokenizer.apply_chat_template(sample.messages)["input_ids"]
+    trained = [t for t, m in zip(sample.input_ids, sample.loss_mask) if m]
+    assert tokenizer.decode(trained) == "yes<|im_end|>no<|im_end|>"
+    assert result.counts["read"] == 6 and result.counts["skipped_no_assistant_turn"] == 4
+
+
+def test_prompts_without_answers_cannot_be_kept(tmp_path, tiny):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "Hi"}\n{"prompt": "ok"}\n')
+    config, target = setup(tiny, path, "prompts.respond=keep")
+    with pytest.raises(PipelineError, match="2 × no_assistant_turn") as e:
+        generate(config, target, tmp_path / "out")
+    assert "prompts.respond=target" in e.value.fix
+
+
+def test_masks_that_are_all_zero_stop_the_stage(tmp_path, tiny, source, monkeypatch):
+    # Model-Optimizer 1965: the template's tags mark nothing, and training on it gave loss 0.
+    from transformers import AutoTokenizer
+
+    config, target = setup(tiny, source, "prompts.respond=keep")
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = "{% generation %}{% endgeneration %}" + tokenizer.chat_template
+    monkeypatch.setattr(type(target), "tokenizer", lambda self: tokenizer)
+    with pytest.raises(PipelineError, match="no_trained_tokens") as e:
+        generate(config, target, tmp_path)
+    assert "generation" in e.value.fix and "prompts.respond=target" in e.value.fix
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_empty_source(tmp_path, tiny):
+    path = tmp_path / "p.jsonl"
+    path.write_text("")
+    config, target = setup(tiny, path)
+    with pytest.raises(PipelineError, match="holds no records"):
+        generate(config, target, tmp_path)
