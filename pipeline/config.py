@@ -142,7 +142,8 @@ class TrainConfig(Section):
     weight_decay: float = Field(ge=0)
     betas: tuple[float, float]
     max_grad_norm: float = Field(gt=0)
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["auto", "fp32", "bf16"]
+    """bf16: autocast with fp32 master weights; auto: bf16 on a GPU or a CPU with AMX, else fp32, which is faster there"""
     checkpoint_every: int = Field(gt=0)
     """optimizer steps"""
     keep_checkpoints: int = Field(gt=0)

@@ -70,7 +70,7 @@ def replay_check(config: Config, target: Target, manifest: Manifest, run_dir: Pa
     result = {"replayed_accuracy": found.per_step(), "trainer_accuracy": trained.get("heldout_accuracy"),
               "tau_row_replayed@3": found.tau_row(3), "tau_row_trainer@3": trained.get("heldout_tau_row@3"),
               "replayed_rows": found.rows[0]}
-    allowed = max(_ROUNDING[config.train.precision], 2 / max(found.rows[-1], 1))  # on few rows one flip is much
+    allowed = max(_ROUNDING[trained["precision"]], 2 / max(found.rows[-1], 1))  # on few rows one flip is much
     pairs = [(f"accuracy of step {j}", a, b) for j, (a, b) in
              enumerate(zip(found.per_step(), trained.get("heldout_accuracy") or []))]
     if trained.get("heldout_tau_row@3") is not None:
