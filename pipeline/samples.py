@@ -1,4 +1,4 @@
-"""Samples: token ids of a conversation and which of them the target generated. What stage 1 hands to all later stages."""
+"""Samples: token ids of a conversation and which of them the target generated. What stage 1 hands to later stages."""
 
 from __future__ import annotations
 

@@ -154,7 +154,8 @@ def test_ids_are_those_of_apply_chat_template_and_tags_mean_what_transformers_sa
 def test_tags_that_leave_out_the_end_of_turn_or_include_the_newline_give_the_same_mask():
     narrow = CHATML.replace("GEN{{ m.content + '<|im_end|>' }}END", "GEN{{ m.content }}END{{ '<|im_end|>' }}")
     wide = CHATML.replace("GEN{{ m.content + '<|im_end|>' }}END", "GEN{{ m.content + '<|im_end|>\n' }}END")
-    wide = wide.replace("{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}", "{{ m.content + '<|im_end|>\n' }}{% endif %}")
+    wide = wide.replace("{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}",
+                        "{{ m.content + '<|im_end|>\n' }}{% endif %}")
     messages = turns("Hi", "ok", "hm", "Hi")
     expected = encoder(tagged(CHATML), "<|im_end|>").encode(messages)
     assert encoder(tagged(narrow), "<|im_end|>").encode(messages) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,9 @@ def model():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.5, eos_token_id=EOS,
+    config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+                         initializer_range=0.5, eos_token_id=EOS,
                          pad_token_id=2)
     return LlamaForCausalLM(config).float().eval()
 
@@ -68,7 +70,10 @@ def test_sampled_answers_depend_on_their_seed_alone(model, prompts):
 def test_sampling_follows_the_distribution_cut_at_top_p():
     probs = torch.tensor([0.1, 0.5, 0.05, 0.35])
     uniform = (torch.arange(1000) + 0.5) / 1000
-    draw = lambda t, p: _sample(probs.log().expand(1000, 4), uniform, t, p)[:, 0].bincount(minlength=4) / 1000  # noqa: E731
+
+    def draw(temperature, top_p):
+        return _sample(probs.log().expand(1000, 4), uniform, temperature, top_p)[:, 0].bincount(minlength=4) / 1000
+
     torch.testing.assert_close(draw(1.0, 1.0), probs, atol=2e-3, rtol=0)
     # 0.5 + 0.35 reach 0.8 first: the others are cut and the rest is scaled up.
     torch.testing.assert_close(draw(1.0, 0.8), torch.tensor([0, 0.5, 0, 0.35]) / 0.85, atol=2e-3, rtol=0)
@@ -118,8 +123,9 @@ def tiny(tmp_path_factory):
 def setup(tiny: Path, source: Path, *overrides: str):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("config", overrides=[
-            "target=local", f"target.path={tiny}", "device=cpu", "target.context_length=120", f"prompts.source={source}",
-            "prompts.max_new_tokens=8", "prompts.batch_size=2", "prompts.respond_dtype=fp32", *overrides])
+            "target=local", f"target.path={tiny}", "device=cpu", "target.context_length=120",
+            f"prompts.source={source}", "prompts.max_new_tokens=8",
+            "prompts.batch_size=2", "prompts.respond_dtype=fp32", *overrides])
     target, config = open_target(load_config(OmegaConf.to_container(composed, resolve=True)))
     return config, target
 
@@ -158,7 +164,7 @@ def test_stage_with_the_targets_answers(tmp_path, tiny, source):
         assert sample.input_ids == reference
         assert sample.loss_mask == [0] * len(prompt) + [1] * (len(reference) - len(prompt))
         assert sample.finish_reason == ("stop" if reference[-1] in target.eos_token_ids else "length")
-    assert [m["content"] for m in samples[2].messages[:-1]] == ["Hi", "yes", "more"]  # the source's last answer is dropped
+    assert [m["content"] for m in samples[2].messages[:-1]] == ["Hi", "yes", "more"]  # without the source's "no"
 
     skipped = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert {s["id"]: s["reason"] for s in skipped} == {"long": "too_long", "no user": "no_user_turn"}
@@ -249,3 +255,25 @@ def test_empty_source(tmp_path, tiny):
     config, target = setup(tiny, path)
     with pytest.raises(PipelineError, match="holds no records"):
         generate(config, target, tmp_path)
+
+
+@pytest.mark.slow
+def test_sglang_and_transformers_give_the_same_samples(tmp_path, tiny, source):
+    # Greedy, fp32. A token that the model does write is made an end-of-turn token, so that both ways to end occur.
+    config, target = setup(tiny, source)
+    generate(config, target, tmp_path / "first")
+    written = [s.input_ids[-8:] for s in read_samples(tmp_path / "first" / "samples.jsonl")]
+    ends = [*target.eos_token_ids, next(t for t in written[0] if t not in written[1])]
+    ending = Path(shutil.copytree(tiny, tmp_path / "target"))
+    settings = json.loads((ending / "generation_config.json").read_text())
+    (ending / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": ends}))
+
+    for name in ("transformers", "sglang"):
+        config, target = setup(ending, source, f"prompts.respond_engine={name}")
+        assert target.eos_token_ids == ends
+        generate(config, target, tmp_path / name)
+    by_transformers = list(read_samples(tmp_path / "transformers" / "samples.jsonl"))
+    by_sglang = list(read_samples(tmp_path / "sglang" / "samples.jsonl"))
+    assert by_sglang == by_transformers
+    assert {s.finish_reason for s in by_sglang} == {"stop", "length"}
+    assert all((s.input_ids[-1] in ends) == (s.finish_reason == "stop") for s in by_sglang)

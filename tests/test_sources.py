@@ -17,7 +17,7 @@ from pipeline.prompts.select import select, spread
 from pipeline.prompts.sources import BUILTIN, Record, fingerprint, read_records
 
 HI = [{"role": "user", "content": "Hi"}]
-TALK = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ok"}]
+TALK = [{"role": "system", "content": "Be kind"}, *HI, {"role": "assistant", "content": "ok"}]
 SHAREGPT = [{"from": "system", "value": "Be kind"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "ok"}]
 
 
@@ -172,7 +172,8 @@ def test_what_is_answered_and_what_is_kept():
     assert [m["content"] for m in chosen.messages] == ["Be brief", "Hi"]
 
 
-@given(sizes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=5), limit=st.integers(1, 40))
+@given(sizes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=5),
+       limit=st.integers(1, 40))
 def test_limit_is_even_over_categories_and_keeps_the_heldout_share(sizes, limit):
     records = [record(f"{c}-{split}-{i}", category=str(c), split=split)
                for c, counts in enumerate(sizes) for split, n in zip(("train", "heldout"), counts) for i in range(n)]

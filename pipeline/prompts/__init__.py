@@ -67,8 +67,8 @@ def _answered(selection: Selection, encoder: ChatEncoder, config: Config, target
         try:
             ids = encoder.prompt_ids(record.messages)
             if len(ids) > room:
-                raise Refused("too_long", f"{len(ids)} prompt tokens and {config.prompts.max_new_tokens} new ones are more "
-                                          f"than target.context_length = {config.target.context_length}")
+                raise Refused("too_long", f"{len(ids)} prompt tokens and {config.prompts.max_new_tokens} new ones "
+                                          f"exceed target.context_length = {config.target.context_length}")
             asked.append((record, Request(record.id, ids)))
         except Refused as e:
             selection.skip(record, e.reason, e.detail)
@@ -108,8 +108,8 @@ def _nothing_left(selection: Selection, config: Config) -> PipelineError:
         return PipelineError("the source holds no records", field="prompts.source", value=config.prompts.source,
                              fix="give a source with conversations, or leave the default: prompts.source=builtin")
     fixes = {
-        "no_trained_tokens": "the template marks no assistant tokens: check its {% generation %} tags, or let the target "
-                             "answer: prompts.respond=target",
+        "no_trained_tokens": "the template marks no assistant tokens: check its {% generation %} tags, or let the "
+                             "target answer: prompts.respond=target",
         "no_assistant_turn": "the source holds prompts only: let the target answer them: prompts.respond=target",
         "template": "the target's chat template accepts none of them: check roles and their order"
                     + (", and prompts.system_prompt" if config.prompts.system_prompt else ""),

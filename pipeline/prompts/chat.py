@@ -95,7 +95,7 @@ class ChatEncoder:
     def _render(self, messages: list[dict], *, prompt: bool = False) -> str:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        except Exception as e:  # templates raise jinja2 errors, TypeErrors on missing fields, or what remote code raises
+        except Exception as e:  # jinja2 errors, TypeErrors on missing fields, or what remote code raises
             raise Refused("template", f"the chat template does not accept it: {e}") from e
 
     def _tagged_spans(self, messages: list[dict]) -> list[Span]:

@@ -1,7 +1,7 @@
 """Batched decoding with transformers: how the target writes its responses where no engine is started.
 
-Written as a loop of our own because `model.generate` keeps finished rows in the batch, concatenates the whole cache at
-every step, and draws all rows of a sampled batch from one random stream, so that a resumed run would answer differently.
+Written as a loop of our own because `model.generate` keeps finished rows in the batch, concatenates the whole cache
+at every step, and draws a sampled batch from one random stream, so that a resumed run would answer differently.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def generate_batch(model, prompts: list[list[int]], *, max_new_tokens: int, eos_
 def use_grouped_attention(model) -> None:
     """Let `model` decode with an attention that reads each cached key and value head once.
 
-    With a padding mask, transformers' sdpa first copies the cache once per query head of a group, which took a third of
-    a decoding step on a CPU. The queries of a group see the same keys, so they can be the rows of one attention instead.
+    With a padding mask, transformers' sdpa first copies the cache once per query head of a group, which took a third
+    of a decoding step on a CPU. The queries of a group see the same keys, so they can be the rows of one attention.
     """
     if model.config._attn_implementation != "sdpa":
         return
@@ -129,7 +129,7 @@ def _sample(logits: torch.Tensor, uniform: torch.Tensor, temperature: float, top
 
 
 def _cache(model, length: int):
-    """The model's own kind of cache, whose plain layers write into buffers of `length` tokens instead of concatenating."""
+    """The model's own kind of cache, whose plain layers write into buffers of `length` tokens, not concatenating."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import Config
 from pipeline.errors import PipelineError
-from pipeline.files import clear_disk_errors, sha256_json
+from pipeline.files import clear_disk_errors, make_dir, sha256_json
 
 if TYPE_CHECKING:
     from pipeline.prompts.decode import Response
     from pipeline.target import Target
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_SGLANG_BATCH = 256  # requests handed to the engine at once; it batches them itself, so this only sets how often we save
+_SGLANG_BATCH = 256  # requests handed to the engine at once; it batches them itself: this sets how often we save
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Journal:
         self.path = Path(path)
         self._answers: dict[str, Response] = {}
         whole = self._load() if self.path.exists() else 0
+        make_dir(self.path.parent)
         with clear_disk_errors(self.path):
             self._file = open(self.path, "ab")
             self._file.truncate(whole)
@@ -94,7 +95,7 @@ class Journal:
 
 
 def respond(requests: list[Request], config: Config, target: Target, journal_path: Path) -> dict[str, Response]:
-    """Answers of the target by request id, in any order of arrival; answers already in the journal are not asked again."""
+    """Answers of the target by request id. Answers that are already in the journal are not asked for again."""
     with Journal(journal_path) as journal:
         todo = [q for q in requests if journal.get(q) is None]
         if len(todo) < len(requests):
@@ -143,7 +144,7 @@ def _ask_transformers(requests: list[Request], config: Config, target: Target
 
 
 def length_sorted_batches(requests: list[Request], size: int) -> Iterator[list[Request]]:
-    """Batches of prompts of similar length, longest first so that too large a batch fails at once and not at the end."""
+    """Batches of prompts of similar length, longest first, so that too large a batch fails at once, not at the end."""
     ordered = sorted(requests, key=lambda q: -len(q.prompt_ids))
     return (ordered[i:i + size] for i in range(0, len(ordered), size))
 
@@ -163,7 +164,8 @@ def _ask_sglang(requests: list[Request], config: Config, target: Target) -> Iter
         for i in range(0, len(requests), _SGLANG_BATCH):
             batch = requests[i:i + _SGLANG_BATCH]
             outputs = generate(llm, [q.prompt_ids for q in batch], sampling)
-            yield [(q, Response(out["output_ids"], _finish_reason(q, out))) for q, out in zip(batch, outputs, strict=True)]
+            yield [(q, Response(out["output_ids"], _finish_reason(q, out)))
+                   for q, out in zip(batch, outputs, strict=True)]
 
 
 def _finish_reason(request: Request, output: dict) -> str:

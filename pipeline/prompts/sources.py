@@ -1,4 +1,4 @@
-"""Where conversations come from: the built-in set, a file, or a Hugging Face dataset, all read as one kind of record."""
+"""Where conversations come from: the built-in set, a file or a Hugging Face dataset, read as one kind of record."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_records(source: str, *, source_split: str, heldout_fraction: float, at_
         at_most: stop after that many records of a dataset that has no categories to spread them over.
 
     Raises:
-        PipelineError: no such source, an unreadable record (with file and line), or one of unknown form (with its keys).
+        PipelineError: no such source, an unreadable record (with file and line) or one of unknown form (with its keys).
     """
     for where, raw in _read_raw(source, source_split, at_most):
         yield _record(raw, where, heldout_fraction)
@@ -68,7 +68,7 @@ def file_of(source: str) -> Path | None:
 
 
 def fingerprint(source: str) -> str | None:
-    """Checksum of the file behind `source`, so that an edited prompt file makes the stage run again; None for datasets."""
+    """Checksum of the file behind `source`, so that an edited file makes the stage run again; None for datasets."""
     path = file_of(source)
     return sha256_file(path) if path is not None and path.is_file() else None
 
@@ -155,14 +155,14 @@ def _read_dataset(source: str, split: str, at_most: int | None) -> Iterator[tupl
             dataset = dataset.take(at_most)
         for number, record in enumerate(dataset, 1):
             yield f"{source}[{split}]: row {number}", record
-    except Exception as e:  # datasets and the hub client raise a dozen types for "no network", "no such name", "no such split"
+    except Exception as e:  # a dozen types for "no network", "no such name", "no such split"
         first = (str(e).splitlines() or [""])[0]
         offline = " (the hub is switched off: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise PipelineError(
             f"cannot read the dataset {source}, split {split}{offline}: {type(e).__name__}: {first}",
             field="prompts.source", value=source,
-            fix="check its name, prompts.source_split and the network; without network give a folder or a .jsonl, .json "
-                "or .parquet file, or leave the default: prompts.source=builtin") from e
+            fix="check its name, prompts.source_split and the network; without network give a folder or a .jsonl, "
+                ".json or .parquet file, or leave the default: prompts.source=builtin") from e
 
 
 def _record(raw: object, where: str, heldout_fraction: float) -> Record:
@@ -181,7 +181,7 @@ def _record(raw: object, where: str, heldout_fraction: float) -> Record:
         split = "heldout" if draw < heldout_fraction else "train"
     elif split not in ("train", "heldout"):
         raise PipelineError(f"{where} says split = {split!r}", field="prompts.source", value=where,
-                            fix='`split` is "train" or "heldout"; leave it out to have it drawn by prompts.heldout_fraction')
+                            fix='`split` is "train" or "heldout"; without it, prompts.heldout_fraction is held out')
     return Record(identity, None if category is None else str(category), split, messages, where)
 
 
@@ -204,7 +204,8 @@ def _turns(turns: object, field: str, role_key: str, content_key: str, where: st
     messages = []
     for k, turn in enumerate(turns):
         if not isinstance(turn, dict):
-            raise PipelineError(f"{where}: {field}[{k}] is not an object", field="prompts.source", value=where, fix=_FIX)
+            raise PipelineError(f"{where}: {field}[{k}] is not an object", field="prompts.source", value=where,
+                                fix=_FIX)
         turn = {key: value for key, value in turn.items() if value is not None}  # Parquet fills absent keys with null
         role = _ROLES.get(str(turn.get(role_key)))
         content = turn.get(content_key, "" if "tool_calls" in turn else None)

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", required=True, help="folder of the target (for its tokenizer)")
     parser.add_argument("-n", type=int, default=3, help="number of samples (default 3)")
     parser.add_argument("--id", help="show this sample only")
-    parser.add_argument("--trust-remote-code", action="store_true", help="for targets whose tokenizer needs its own code")
+    parser.add_argument("--trust-remote-code", action="store_true", help="for tokenizers that need their own code")
     args = parser.parse_args(arguments)
     try:
         from transformers import AutoTokenizer
