@@ -15,10 +15,38 @@ Everything here is integers on the CPU: sizes are known before the first kernel 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Samples packed one after the other. R tokens, B samples.
+
+    Attributes:
+        input_ids: [R] int64.
+        features: [R, n·H] the fc slots of every token, in slot order.
+        final_hidden: [R, H] the target's final hidden, after its norm.
+        loss_mask: [R] bool, True where the target generated the token.
+        teacher_argmax: [R] int32, argmax over the full vocabulary of the target's logits at this token (it predicts
+            the next one); -1 where not computed, which must not be on a gated row's teacher token.
+        sample_lengths: [B] int64, summing to R.
+
+    The last three, and input_ids, are bookkeeping and stay on the CPU; `to` moves the two large ones.
+    """
+
+    input_ids: Tensor
+    features: Tensor
+    final_hidden: Tensor
+    loss_mask: Tensor
+    teacher_argmax: Tensor
+    sample_lengths: Tensor
+
+    def to(self, device: torch.device) -> PackedBatch:
+        move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("features", "final_hidden")}
+        return replace(self, **move)
 
 
 def gate(loss_mask: Tensor, lengths: Tensor, step: int) -> Tensor:

@@ -13,14 +13,15 @@ n slots, A heads, K key/value heads, D head size, F MLP size, Vd draft vocabular
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.alignment import Rows, gate, select_rows
+from pipeline.alignment import PackedBatch, Rows, gate, select_rows
+from pipeline.drafter_config import DrafterConfig
 from pipeline.errors import PipelineError
 from pipeline.loss import vocabulary_loss
 from pipeline.rope import Rope, rotate
@@ -30,56 +31,6 @@ from pipeline.ttt import ttt_attention
 __all__ = ["Drafter", "DrafterConfig", "FrozenTarget", "PackedBatch", "TTTOutput", "gate"]
 
 STEP_DECAY = 0.8  # weight of TTT step j's loss is STEP_DECAY ** j
-
-
-@dataclass(frozen=True)
-class DrafterConfig:
-    """Shape of a drafter. Names are those of the exported config.json where it has them."""
-
-    hidden_size: int
-    """H, equal to the target's: SGLang skips fc when its input already has this width, and shares the embedding."""
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    """Explicit: it need not be hidden_size / heads (Kimi-K2.5: 64 heads × 128 over a hidden of 7168)."""
-    vocab_size: int
-    """The target's vocabulary."""
-    draft_vocab_size: int
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    """transformers' `rope_parameters` of the target."""
-    rms_norm_eps: float = 1e-5
-    num_fc_inputs: int = 3
-    """n, the number of fc slots."""
-    fc_norm: bool = False
-    """One RMSNorm per slot before fc (EAGLE-3.1)."""
-    norm_before_fc: bool = False
-    """One RMSNorm over all slots before fc."""
-    norm_output: bool = False
-    """Feed the next step the hidden after the final norm instead of before it."""
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-            self._require(getattr(self, name) > 0, name, "must be positive")
-        self._require(self.num_fc_inputs >= 2, "num_fc_inputs", "must be at least 2: with one slot SGLang skips fc")
-        self._require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            "num_key_value_heads",
-            f"must divide num_attention_heads = {self.num_attention_heads}",
-        )
-        self._require(self.head_dim % 2 == 0, "head_dim", "must be even for RoPE")
-        self._require(
-            0 < self.draft_vocab_size <= self.vocab_size,
-            "draft_vocab_size",
-            f"must lie in 1 … vocab_size = {self.vocab_size}",
-        )
-
-    def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise PipelineError(
-                f"{name} {rule}", field=f"drafter.{name}", value=getattr(self, name), fix=f"set drafter.{name}"
-            )
 
 
 @dataclass(frozen=True)
@@ -96,34 +47,6 @@ class FrozenTarget:
 
     def to(self, device: torch.device) -> FrozenTarget:
         return FrozenTarget(self.embedding.to(device), replace(self.head, weight=self.head.weight.to(device)))
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """Samples packed one after the other. R tokens, B samples.
-
-    Attributes:
-        input_ids: [R] int64.
-        features: [R, n·H] the fc slots of every token, in slot order.
-        final_hidden: [R, H] the target's final hidden, after its norm.
-        loss_mask: [R] bool, True where the target generated the token.
-        teacher_argmax: [R] int32, argmax over the full vocabulary of the target's logits at this token (it predicts
-            the next one); -1 where not computed, which must not be on a gated row's teacher token.
-        sample_lengths: [B] int64, summing to R.
-
-    The last three, and input_ids, are bookkeeping and stay on the CPU; `to` moves the two large ones.
-    """
-
-    input_ids: Tensor
-    features: Tensor
-    final_hidden: Tensor
-    loss_mask: Tensor
-    teacher_argmax: Tensor
-    sample_lengths: Tensor
-
-    def to(self, device: torch.device) -> PackedBatch:
-        move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("features", "final_hidden")}
-        return replace(self, **move)
 
 
 @dataclass(frozen=True)
