@@ -8,11 +8,12 @@ to put the rest on disk.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tqdm import tqdm
 
@@ -50,9 +51,19 @@ def run(job: Job) -> Backend:
         quantization=config.target.quantization, trust_remote_code=target.trust_remote_code,
         mem_fraction_static=config.dump.mem_fraction_static, random_seed=config.seed,
         extra={"skip_tokenizer_init": True, "max_running_requests": config.dump.max_running_requests})
-    with mock.patch.dict(os.environ, {PLAN_ENV: str(plan_file)}), engine(target.path, **options) as llm:
+    with _plugin_switched_on(plan_file), engine(target.path, **options) as llm:
         wiring = llm.loop.run_until_complete(_Client(llm, job, ids).run())
     return Backend("sglang", ids.version, wiring["model_class"], list(ids.ids), wiring["capture_points"])
+
+
+@contextlib.contextmanager
+def _plugin_switched_on(plan_file: Path) -> Iterator[None]:
+    """The engine's processes inherit the environment."""
+    os.environ[PLAN_ENV] = str(plan_file)
+    try:
+        yield
+    finally:
+        del os.environ[PLAN_ENV]
 
 
 class _Client:

@@ -6,16 +6,18 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from dump_cases import damage_embedding, make_config, make_run, random_samples, run_stage_02, start_stage
 from safetensors.torch import load_file
-from test_capture import small_disk
+from test_capture import make_plan, small_disk
 from tiny_models import tiny_deepseek_v3, tiny_llama
 
 from pipeline.dump import dump
+from pipeline.dump_sglang import _Client
 from pipeline.errors import PipelineError
 from pipeline.files import make_dir
 from pipeline.manifest import load_manifest
@@ -179,6 +181,22 @@ def test_a_truncated_shard_from_an_earlier_start_is_named(llama, tmp_path):
 
 
 # ---------------------------------------------------------------- SGLang
+
+
+@pytest.mark.parametrize("report, message", [
+    (None, "plugin is not active"),
+    ({"model_class": "LlamaForCausalLM", "capture_points": [1, 2, 4]}, r"is \[1, 2, 4\], \[2, 3, 5\] was derived"),
+    ({"model_class": "TransformersForCausalLM", "capture_points": [2, 3, 5]}, "model_class is TransformersForCausalLM"),
+    ({"model_class": "LlamaForCausalLM", "capture_points": [], "problem": "nothing was set"}, "nothing was set"),
+])
+def test_wiring_of_the_live_model_that_differs_from_the_derived_one_is_refused(tmp_path, report, message):
+    client = _Client.__new__(_Client)
+    client.plan = make_plan(tmp_path)
+    client.ids = SimpleNamespace(model_class="LlamaForCausalLM", ids=(1, 2, 4), capture_points=(2, 3, 5))
+    if report:
+        (client.plan.control / "wiring-1.json").write_text(json.dumps(report))
+    with pytest.raises(PipelineError, match=message):
+        client._check_wiring()
 
 
 @pytest.mark.slow
