@@ -229,7 +229,7 @@ class Drafter(nn.Module):
             batch: the samples; `features` and `final_hidden` on the drafter's device.
             target: frozen parts of the target, on the drafter's device.
             steps: T.
-            step_weights: [T] factor of each step's summed loss; STEP_DECAY ** j / loss_rows[j] of this batch by default.
+            step_weights: [T] factor of each step's summed loss, by default STEP_DECAY ** j / the batch's loss_rows.
             rows: `select_rows(batch, steps)` if already worked out.
 
         Run under `torch.autocast` for bf16; parameters stay fp32 and so does the loss.

@@ -138,7 +138,9 @@ def test_rope_positions(drafter, monkeypatch):
     assert steps == [[1, 2, 5], [2, 3, 6], [3, 4, 7]]
 
 
-@pytest.mark.parametrize(("token", "steps"), [(0, []), (1, []), (2, [0]), (3, [0, 1]), (4, []), (5, []), (6, [0]), (7, [])])
+@pytest.mark.parametrize(
+    ("token", "steps"), [(0, []), (1, []), (2, [0]), (3, [0, 1]), (4, []), (5, []), (6, [0]), (7, [])]
+)
 def test_which_teacher_token_reaches_which_step(drafter, token, steps):
     before = drafter.forward_ttt(batch(), target(), STEPS).metrics["loss_sum"]
     changed = batch()

@@ -113,14 +113,11 @@ def test_equals_dense_reference(case):
         for count in ("gated", "hits", "prefix_hits"):
             assert found.metrics[count][step] == sum(getattr(p, count)[step] for p in parts)
     assert_close(found.loss.detach(), loss.detach(), TOLERANCE[dtype])
-    wanted = dict.fromkeys(weights) if not loss.requires_grad else dict(
-        zip(weights, torch.autograd.grad(loss, weights.values(), allow_unused=True, materialize_grads=True), strict=True)
-    )  # fmt: skip
-    for name, parameter in drafter.named_parameters():
-        if wanted[name] is None:
-            assert not parameter.grad.any()
-        else:
-            assert_close(parameter.grad, wanted[name], TOLERANCE[dtype])
+    # The added zeros keep a case without any counting row differentiable.
+    loss = loss + 0 * sum(w.sum() for w in weights.values())
+    wanted = torch.autograd.grad(loss, weights.values())
+    for parameter, gradient in zip(drafter.parameters(), wanted, strict=True):
+        assert_close(parameter.grad, gradient, TOLERANCE[dtype])
 
 
 def test_the_loss_does_not_depend_on_packing():
