@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 
-class EngineDied(BaseException):
+class EngineDied(SystemExit):
     """Raised in the main thread by SIGQUIT, which SGLang's processes send when they fail.
 
-    Not an Exception, so that nothing between the engine and the caller takes it for a failed request and goes on.
+    A SystemExit because the engine waits in a uvloop event loop, which lets only that and KeyboardInterrupt out of a
+    signal handler; it logs any other exception and waits on, for a process that is gone.
     """
 
 
