@@ -70,8 +70,8 @@ def frozen(drafter: Drafter) -> FrozenTarget:
     return FrozenTarget(embedding, OutputHead(lm_head[draft_ids(drafter)], torch.ones(HIDDEN), 1e-5))
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-    assert (found - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1e-2)
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, floor: float = 1e-2) -> None:
+    assert (found - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=floor)
 
 
 @st.composite
@@ -116,8 +116,11 @@ def test_equals_dense_reference(case):
     # The added zeros keep a case without any counting row differentiable.
     loss = loss + 0 * sum(w.sum() for w in weights.values())
     wanted = torch.autograd.grad(loss, weights.values())
+    # With few visible keys the gradients of q and k are differences of much larger terms, as large as those of v: each
+    # parameter is compared at its own scale, but not below a twentieth of the largest.
+    floor = max(1e-2, 0.05 * max(float(g.abs().max()) for g in wanted))
     for parameter, gradient in zip(drafter.parameters(), wanted, strict=True):
-        assert_close(parameter.grad, gradient, TOLERANCE[dtype])
+        assert_close(parameter.grad, gradient, TOLERANCE[dtype], floor)
 
 
 def test_the_loss_does_not_depend_on_packing():
