@@ -1,8 +1,8 @@
 """From shards to packed batches: which samples go together, read by memory map, a few steps ahead of training.
 
-The order depends on seed and epoch only. Samples are packed one after the other (no padding) up to a token budget, and an
-optimizer step takes the next `ranks · accumulation` batches of that one order, so that what a step learns from does not
-depend on how many ranks share it.
+The order depends on seed and epoch only. Samples are packed one after the other (no padding) up to a token budget. An
+optimizer step takes the next `ranks · accumulation` batches of that order, so what it learns from does not depend on how
+many ranks share it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.target import OutputHead
 
 
 def pack(lengths: list[int], order: list[int], batch_tokens: int) -> list[list[int]]:
-    """Cut `order` (indices into `lengths`) into runs of at most `batch_tokens` tokens; a longer sample is its own batch."""
+    """Cut `order` (indices into `lengths`) into runs of at most `batch_tokens` tokens; a longer sample stays alone."""
     batches: list[list[int]] = []
     room = 0
     for i in order:
@@ -51,8 +51,8 @@ def plan_epoch(lengths: list[int], *, batch_tokens: int, seed: int, epoch: int, 
                accumulation: int = 1) -> list[list[list[MicroBatch]]]:
     """The optimizer steps of an epoch: `plan[step][rank]` is that rank's list of micro-batches.
 
-    Every sample occurs once. All ranks have equally many micro-batches in a step; the last step may have fewer, and where
-    its batches do not divide among the ranks, fillers (`counts` False) stand in.
+    Every sample occurs once. All ranks have equally many micro-batches in a step; the last step may have fewer, and
+    where its batches do not divide among the ranks, fillers (`counts` False) stand in.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()

@@ -31,10 +31,12 @@ def save_checkpoint(root: Path, step: int, model: nn.Module, optimizer: torch.op
     with clear_disk_errors(root):
         shutil.rmtree(tmp, ignore_errors=True)
         make_dir(tmp)
-        save_safetensors(tmp / "model.safetensors", {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()})
+        weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+        save_safetensors(tmp / "model.safetensors", weights)
         save_safetensors(tmp / "optimizer.safetensors", _optimizer_tensors(model, optimizer) | _random_states())
         write_json(tmp / "state.json", state)
-        write_json(tmp / "complete.json", {name: [(tmp / name).stat().st_size, sha256_file(tmp / name)] for name in _FILES})
+        sizes_and_hashes = {name: [(tmp / name).stat().st_size, sha256_file(tmp / name)] for name in _FILES}
+        write_json(tmp / "complete.json", sizes_and_hashes)
         shutil.rmtree(path, ignore_errors=True)
         os.replace(tmp, path)
     return path

@@ -1,7 +1,7 @@
 """The processes of `accelerate launch`: rank 0 keeps lock and manifest, the others only help to train.
 
-Rank 0 runs the stage as always. The others call `wait_for_rank_0`, which returns True once rank 0 has begun to train, and
-False if there is nothing to do (the stage is up to date). If rank 0 fails, the launcher ends the others.
+Rank 0 runs the stage as always. The others call `wait_for_rank_0`, which returns True once rank 0 has begun to train,
+and False if there is nothing to do (the stage is up to date). If rank 0 fails, the launcher ends the others.
 """
 
 from __future__ import annotations

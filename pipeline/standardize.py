@@ -1,7 +1,7 @@
 """Stage 3: bind dumped states to slots, check them, and add what training needs besides them.
 
-Hidden states are not copied: at (slots + 1) · H · itemsize bytes per token a second copy is not an option. For every shard
-of the dump a small file of the same name is written, row by row in step with it:
+Hidden states are not copied: at (slots + 1) · H · itemsize bytes per token a second copy is not an option. For every
+shard of the dump a small file of the same name is written, row by row in step with it:
 
     loss_mask       uint8 [rows]   1 where the target generated the token
     teacher_argmax  int32 [rows]   argmax of the target's logits over its full vocabulary (it predicts the next token);
@@ -72,17 +72,18 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
         if not split[part]:
             raise PipelineError(f"no sample is left for {part}", field="prompts.heldout_fraction",
                                 value=config.prompts.heldout_fraction,
-                                fix=f'make prompts ARGS="prompts.heldout_fraction=0.1" RUN={run_dir.name}, with at least '
-                                    "two conversations whose answers have two or more tokens")
+                                fix=f'make prompts ARGS="prompts.heldout_fraction=0.1" RUN={run_dir.name}, with '
+                                    "at least two conversations whose answers have two or more tokens")
     vocab = build_vocab(counts.trained["train"], counts.corpus["train"], config.drafter.draft_vocab_size,
                         always=[t for t in target.eos_token_ids if t < target.vocab_size])
     save_safetensors(folder / "vocab.safetensors", {"d2t": vocab.d2t, "t2d": vocab.t2d})
     write_json(folder / "split.json", split)
     metrics = {f"{part}_{what}_coverage": vocab.coverage(tally[part])
                for what, tally in (("token", counts.trained), ("teacher", counts.teacher)) for part in split}
-    print(f"standardize: {len(split['train'])} samples to train on, {len(split['heldout'])} held out, {len(quarantined)} "
-          f"quarantined; the draft vocabulary of {vocab.size} tokens covers {metrics['train_token_coverage']:.1%} of the "
-          f"trained tokens, {metrics['heldout_token_coverage']:.1%} of the held-out ones")
+    print(f"standardize: {len(split['train'])} samples to train on, {len(split['heldout'])} held out, "
+          f"{len(quarantined)} quarantined; the draft vocabulary of {vocab.size} tokens covers "
+          f"{metrics['train_token_coverage']:.1%} of the trained tokens and "
+          f"{metrics['heldout_token_coverage']:.1%} of the held-out ones")
     return StageResult(
         outputs=[*outputs, folder / "vocab.safetensors", folder / "split.json"], slots=slots, metrics=metrics,
         counts={
@@ -187,7 +188,8 @@ class _Counts:
 
     def add(self, sample: _Sample, answers: Tensor) -> None:
         trained = sample.input_ids[sample.loss_mask.bool()]
-        for tally, ids in ((self.corpus, sample.input_ids), (self.trained, trained), (self.teacher, answers[answers >= 0])):
+        teacher = answers[answers >= 0]
+        for tally, ids in ((self.corpus, sample.input_ids), (self.trained, trained), (self.teacher, teacher)):
             counts = tally[sample.split]
             counts += torch.bincount(ids.long(), minlength=len(counts))
 

@@ -1,11 +1,11 @@
 """Stage 4: train the drafter with training-time test (TTT), on one process or many.
 
-The loss of an optimizer step is Σ_j decay^j · (Σ loss of the rows that count at TTT step j) / (number of those rows), where
-both sums run over everything the step learns from: all packed samples, accumulated batches and ranks. The counts follow
+The loss of an optimizer step is Σ_j decay^j · (Σ loss of the rows that count at TTT step j) / (number of those rows).
+Both sums run over everything the step learns from: all packed samples, accumulated batches and ranks. The counts follow
 from masks, so they are added up before the first forward, and the gradients of all batches simply add.
 
-Training goes on exactly where it was: weights, moments, position in the data and random states are in the checkpoint, the
-order of the data follows from seed and epoch, so a run that was killed ends with the same bits as one that was not.
+Training goes on exactly where it was: the checkpoint holds weights, moments, position in the data and random states,
+and the order of the data follows from seed and epoch. So a run that was killed ends with the same bits as one that was not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TAU = f"tau_row@{TAU_STEPS}"
 
 
 def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, folder: Path) -> StageResult | None:
-    """Run stage 4. Under `accelerate launch` every rank calls this (see `pipeline.ranks`); only rank 0 returns a result.
+    """Run stage 4. Under `accelerate launch` every rank calls this (see `pipeline.ranks`); only rank 0 gets a result.
 
     Writes `drafter.safetensors` (fp32, the weights of the best epoch on held-out samples), `config.json` (the fields of
     `DrafterConfig`), `metrics.jsonl` and `checkpoints/` into `folder`, and goes on from the checkpoints that are there.
@@ -86,7 +86,7 @@ def resolve_precision(asked: str, device: torch.device) -> str:
 
 
 def learning_rate(step: int, total: int, *, lr: float, warmup_ratio: float, min_lr_ratio: float) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then cosine to `lr · min_lr_ratio`."""
+    """Learning rate of optimizer step `step` of `total`: linear warm-up, then cosine to `lr · min_lr_ratio`."""
     warmup = max(1, round(total * warmup_ratio))
     if step < warmup:
         return lr * (step + 1) / warmup
@@ -214,7 +214,10 @@ class Trainer:
 
     def _optimizer_step(self, micros: list[MicroBatch], batches: list[PackedBatch],
                         stop: bool) -> tuple[bool, float, float]:
-        """One step over this rank's micro-batches; returns whether any rank was asked to stop, grad norm, learning rate."""
+        """One step over this rank's micro-batches.
+
+        Returns whether any rank was asked to stop, the gradient's norm before clipping, and the learning rate.
+        """
         steps = self.c.ttt_steps
         rows = [self.drafter.select_rows(batch, steps) for batch in batches]
         counted = sum((r.loss_rows for r, m in zip(rows, micros) if m.counts), torch.zeros(steps, dtype=torch.int64))
@@ -259,7 +262,8 @@ class Trainer:
         self.at.history.append({"epoch": self.at.epoch, "step": self.at.step, **found})
         self._record({"epoch": self.at.epoch, **{f"heldout_{k}": v for k, v in found.items()}})
         accuracy = " ".join(f"{a:.3f}" for a in found["accuracy"])
-        self._say(f"epoch {self.at.epoch}/{self.c.epochs}: held-out accuracy per step {accuracy}, {TAU} {found[TAU]:.3f}")
+        self._say(f"epoch {self.at.epoch}/{self.c.epochs}: held-out accuracy per step {accuracy}, "
+                  f"τ_row@{TAU_STEPS} {found[TAU]:.3f}")
 
     def _log(self, lr: float, grad_norm: float) -> None:
         now = time.perf_counter()
@@ -303,7 +307,8 @@ class Trainer:
 
     def _stop(self) -> None:
         self.tracker.finish()
-        self._say(f"train: stopped by SIGTERM after step {self.at.step}, checkpoint saved; the same command goes on from there")
+        self._say(f"train: stopped by SIGTERM after step {self.at.step}, checkpoint saved; the same command goes on "
+                  "from there")
         raise SystemExit(0)
 
     def _not_finite(self, micros: list[MicroBatch], losses: list[Tensor], grad_norm: float) -> PipelineError:
@@ -318,11 +323,11 @@ class Trainer:
         blame = (f"samples {bad}" if bad else
                  f"no sample alone, together {[s for m in micros for s in self.data.ids(m.samples)]}")
         return PipelineError(
-            f"loss or gradient is not finite at step {self.at.step + 1}: loss {[float(x) for x in losses]}, gradient norm "
-            f"{grad_norm}; caused by {blame}; last good checkpoint: {whole or 'none yet'}",
+            f"loss or gradient is not finite at step {self.at.step + 1}: loss {[float(x) for x in losses]}, gradient "
+            f"norm {grad_norm}; caused by {blame}; last good checkpoint: {whole or 'none yet'}",
             field="train.lr", value=self.c.lr,
-            fix='look at these samples, or lower the rate: make train ARGS="train.lr=…"; the same command as before goes '
-                "on from the last good checkpoint")
+            fix='look at these samples, or lower the rate: make train ARGS="train.lr=…"; the same command as before '
+                "goes on from the last good checkpoint")
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         return values if self.ranks == 1 else self.accelerator.reduce(values.to(self.device), "sum").to(values.device)
@@ -346,8 +351,9 @@ class Trainer:
                     "train_samples": len(self.data.refs), "train_tokens": sum(self.data.lengths),
                     "heldout_samples": len(self.heldout.refs),
                     "parameters": sum(p.numel() for p in self.drafter.parameters())},
-            metrics={"precision": self.precision, "heldout_accuracy": best["accuracy"], "heldout_conditional_accuracy": best["conditional_accuracy"],
-                     f"heldout_{TAU}": best[TAU], f"heldout_{TAU}_per_epoch": [h[TAU] for h in self.at.history]})
+            metrics={"precision": self.precision, "heldout_accuracy": best["accuracy"],
+                     "heldout_conditional_accuracy": best["conditional_accuracy"], f"heldout_{TAU}": best[TAU],
+                     f"heldout_{TAU}_per_epoch": [h[TAU] for h in self.at.history]})
 
 
 @contextlib.contextmanager

@@ -42,8 +42,9 @@ def build_vocab(trained: Tensor, corpus: Tensor, size: int, *, always: list[int]
     """Choose `size` target tokens.
 
     `always` (end-of-turn tokens: a drafter that cannot propose them misses the end of every turn) come first, then the
-    most frequent trained tokens. A corpus may hold fewer distinct trained tokens than `size` (SpecForge PR 76): the rest
-    is filled up with what the whole corpus (prompts included) uses most, then with the lowest ids. Ties go to the lowest id.
+    most frequent trained tokens. A corpus may hold fewer distinct trained tokens than `size` (SpecForge PR 76): the
+    rest is filled up with what the whole corpus (prompts included) uses most, then with the lowest ids. Ties go to the
+    lowest id.
 
     Args:
         trained: int64 [V], how often each token is a trained one (loss mask 1) in the training split.
@@ -55,8 +56,10 @@ def build_vocab(trained: Tensor, corpus: Tensor, size: int, *, always: list[int]
     """
     vocab_size = trained.numel()
     if size < len(set(always)):
-        raise PipelineError("the draft vocabulary has no room for the end-of-turn tokens", field="drafter.draft_vocab_size",
-                            value=size, fix=f'make standardize ARGS="drafter.draft_vocab_size={max(32, len(set(always)))}"')
+        enough = max(32, len(set(always)))
+        raise PipelineError("the draft vocabulary has no room for the end-of-turn tokens", value=size,
+                            field="drafter.draft_vocab_size",
+                            fix=f'make standardize ARGS="drafter.draft_vocab_size={enough}"')
     if size >= vocab_size:
         return DraftVocab(torch.zeros(vocab_size, dtype=torch.int64), torch.ones(vocab_size, dtype=torch.bool))
     forced = torch.zeros(vocab_size, dtype=torch.int64)

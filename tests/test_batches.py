@@ -25,7 +25,8 @@ def test_pack_by_hand():
        ranks=st.integers(1, 4), accumulation=st.integers(1, 3), seed=st.integers(0, 3), epoch=st.integers(0, 3))
 def test_plan_invariants(lengths, batch_tokens, ranks, accumulation, seed, epoch):
     def plan(ranks, accumulation):
-        return plan_epoch(lengths, batch_tokens=batch_tokens, seed=seed, epoch=epoch, ranks=ranks, accumulation=accumulation)
+        return plan_epoch(lengths, batch_tokens=batch_tokens, seed=seed, epoch=epoch, ranks=ranks,
+                          accumulation=accumulation)
 
     steps = plan(ranks, accumulation)
     assert steps == plan(ranks, accumulation)  # follows from its arguments alone

@@ -56,7 +56,8 @@ def test_same_state_same_bytes_and_no_pickle(tmp_path):
     files = sorted(p.name for p in (tmp_path / "a" / "step-00000002").iterdir())
     assert files == ["complete.json", "model.safetensors", "optimizer.safetensors", "state.json"]
     for name in files:
-        assert (tmp_path / "a" / "step-00000002" / name).read_bytes() == (tmp_path / "b" / "step-00000002" / name).read_bytes()
+        a, b = ((tmp_path / folder / "step-00000002" / name).read_bytes() for folder in ("a", "b"))
+        assert a == b
 
 
 @pytest.mark.parametrize("damage", ["no complete.json", "truncated", "flipped", "file missing", "complete.json cut"])

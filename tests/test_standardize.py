@@ -24,7 +24,7 @@ def test_needed_rows_by_hand():
     row    0  1  2  3  4  5  6  7  8
     mask   0  0  1  1  1  0  0  1  1
     row 1 predicts token 2, but no row counts for the first response token: it comes from the target itself.
-    rows 2, 3 predict 3, 4 and rows 1, 2 learn from them; row 4 predicts a header; row 7 predicts 8; row 8 has no next token.
+    rows 2, 3 predict 3, 4 and rows 1, 2 learn from them; row 4 predicts a header; row 7 predicts 8; row 8 nothing.
     """
     mask = torch.tensor([0, 0, 1, 1, 1, 0, 0, 1, 1])
     assert needed_rows(mask).nonzero().flatten().tolist() == [2, 3, 7]
@@ -35,7 +35,7 @@ def test_needed_rows_by_hand():
 @settings(max_examples=100, deadline=None)
 @given(mask=st.lists(st.integers(0, 1), min_size=1, max_size=14), steps=st.integers(1, 5))
 def test_needed_rows_are_exactly_the_teachers_of_gated_rows(mask, steps):
-    """Against the gate written as in the README: row i counts at step j iff l_{i+1} … l_{i+2+j} = 1, i+2+j ≤ T-1."""
+    """Against the gate written as in the README: row i counts at step j iff l_{i+1} … l_{i+2+j} = 1, i+2+j < T."""
     length = len(mask)
     teachers = {i + 1 + j for j in range(steps) for i in range(length)
                 if i + 2 + j <= length - 1 and all(mask[i + 1:i + 3 + j])}

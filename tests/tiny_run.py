@@ -1,4 +1,4 @@
-"""A run folder whose stages 1 and 2 are done, made with transformers from a tiny random target: for tests of later stages.
+"""A run folder whose stages 1 and 2 are done, made with transformers from a tiny random target.
 
     run = tiny_run(tmp_path)
     run.stage("standardize"); run.stage("train", **{"train.epochs": 2})
@@ -33,7 +33,8 @@ def tiny_config(target: Path, root: Path, **overrides: object) -> Config:
     raw: dict = {}
     groups = ("prompts", "dump", "drafter", "train", "export", "verify")
     for name in (*groups, "tracking"):
-        raw[name] = yaml.safe_load((ROOT / "conf" / name / ("offline.yaml" if name == "tracking" else "default.yaml")).read_text())
+        file = ROOT / "conf" / name / ("offline.yaml" if name == "tracking" else "default.yaml")
+        raw[name] = yaml.safe_load(file.read_text())
     raw |= {k: v for k, v in yaml.safe_load((ROOT / "conf" / "config.yaml").read_text()).items()
             if k not in ("defaults", "hydra")}
     raw["target"] = {
@@ -77,9 +78,13 @@ class TinyRun:
                          work=lambda manifest, folder: work(config, target, manifest, self.folder, folder))
 
 
-def tiny_run(root: Path, *, samples: int = 24, seed: int = 0, shard_tokens: int = 300, dumped: tuple[int, ...] = (1, 2, 3),
-             **target_shape) -> TinyRun:
-    """Make target, samples (prompt of 4-9 random tokens, greedy answer of 6-20) and shards; every fourth is held out."""
+def tiny_run(root: Path, *, samples: int = 24, seed: int = 0, shard_tokens: int = 300,
+             dumped: tuple[int, ...] = (1, 2, 3), **target_shape) -> TinyRun:
+    """Make target, samples and shards.
+
+    A sample is 4-9 random tokens and a greedy answer of 6-20; every fourth is held out. The first three `dumped` layers
+    are the fc slots.
+    """
     from tests.tiny_models import tiny_llama
 
     run = TinyRun(tiny_llama(root / "target", **target_shape), root)
@@ -96,8 +101,9 @@ def tiny_run(root: Path, *, samples: int = 24, seed: int = 0, shard_tokens: int 
             with torch.no_grad():
                 for _ in range(answer):
                     ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-            made.append(Sample(id=f"s{i}", split="heldout" if i % 4 == 3 else "train", category=None, messages=[],
-                               input_ids=ids[0].tolist(), loss_mask=[0] * prompt + [1] * answer, finish_reason="length"))
+            made.append(Sample(
+                id=f"s{i}", split="heldout" if i % 4 == 3 else "train", category=None, messages=[],
+                input_ids=ids[0].tolist(), loss_mask=[0] * prompt + [1] * answer, finish_reason="length"))
         write_samples(folder / "samples.jsonl", made)
         return StageResult(outputs=[folder / "samples.jsonl"])
 
@@ -115,7 +121,8 @@ def tiny_run(root: Path, *, samples: int = 24, seed: int = 0, shard_tokens: int 
         record = DumpRecord(engine="transformers", engine_version="0", model_class="Llama", layers=list(dumped),
                             requested_ids=[], capture_points=[layer + 1 for layer in dumped], dtype="float32",
                             plugin_sha256="", probe_ids=[], fingerprints={})
-        return StageResult(outputs=shard_paths(folder), slots=bind_slots(list(dumped[:3]), target.hidden_size), dump=record)
+        slots = bind_slots(list(dumped[:3]), target.hidden_size)
+        return StageResult(outputs=shard_paths(folder), slots=slots, dump=record)
 
     for name, work in (("prompts", prompts), ("dump", dump)):
         run_stage(name, run.folder, target=target.record, seed=config.seed, config={}, work=work)
