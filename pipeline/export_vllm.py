@@ -6,13 +6,15 @@ called `layers.0`, and `norm_before_residual` must be written as False, since vL
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pipeline.drafter import DrafterConfig
-from pipeline.files import make_dir, read_json, write_json
+from pipeline.files import clear_disk_errors, make_dir, read_json, write_json
 from pipeline.layer_ids import EngineIds
 from pipeline.validate import MIDLAYER
 
@@ -28,8 +30,6 @@ def write_vllm(folder: Path, drafter: DrafterConfig, weights: dict[str, Any], id
         verifier: hub id or folder of the target; speculators and vLLM read its config from there.
         architecture: the target's class name.
     """
-    import torch
-
     from pipeline.export import cast
 
     model = build_speculator(drafter, ids, dtype=dtype, context=context, target_text=target_text, verifier=verifier,
@@ -41,7 +41,7 @@ def write_vllm(folder: Path, drafter: DrafterConfig, weights: dict[str, Any], id
     if wanted != set(state):
         raise RuntimeError(f"speculators' drafter has other weights than ours: {sorted(wanted ^ set(state))}")
     building = make_dir(folder.with_name(f"building-{folder.name}"))
-    with torch.no_grad():
+    with _quiet(), clear_disk_errors(folder):
         model.save_pretrained(building, state_dict=state, max_shard_size="1TB")
     _only_data(building)
     shutil.rmtree(folder, ignore_errors=True)
@@ -76,6 +76,18 @@ def build_speculator(drafter: DrafterConfig, ids: EngineIds, *, dtype: str, cont
             verifier=VerifierConfig(name_or_path=verifier, architectures=[architecture])))
     with torch.device("meta"):
         return Eagle3DraftModel(config).to(getattr(torch, dtype))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bar, which is longer than the work."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _only_data(folder: Path) -> None:

@@ -65,7 +65,7 @@ def replay_check(config: Config, target: Target, manifest: Manifest, run_dir: Pa
     """Accuracy of the exported files on the held-out samples, against the trainer's last validation."""
     drafter = ExportedDrafter(draft, load_embedding(target))
     steps = config.train.ttt_steps
-    found = teacher_forced_accuracy(drafter, _heldout(target, manifest, run_dir), steps)
+    found = teacher_forced_accuracy(drafter, _samples(target, manifest, run_dir, "heldout"), steps)
     trained = manifest.stages["train"].metrics
     result = {"replayed_accuracy": found.per_step(), "trainer_accuracy": trained.get("heldout_accuracy"),
               "tau_row_replayed@3": found.tau_row(3), "tau_row_trainer@3": trained.get("heldout_tau_row@3"),
@@ -79,10 +79,10 @@ def replay_check(config: Config, target: Target, manifest: Manifest, run_dir: Pa
                     for what, ours, theirs in pairs if abs(ours - theirs) > allowed * (3 if what.startswith("τ") else 1)]
 
 
-def _heldout(target: Target, manifest: Manifest, run_dir: Path) -> Iterator[tuple[Tensor, list[int], Tensor, Tensor]]:
-    """Held-out samples as `teacher_forced_accuracy` reads them, from the dump and samples.jsonl."""
+def _samples(target: Target, manifest: Manifest, run_dir: Path, part: str) -> Iterator[tuple[Tensor, list[int], Tensor, Tensor]]:
+    """The samples of a part of the split as `teacher_forced_accuracy` reads them, from the dump and samples.jsonl."""
     split = json.loads((run_dir / "standardize" / "split.json").read_text(encoding="utf-8"))
-    wanted = set(split["heldout"])
+    wanted = set(split[part])
     masks = {s.id: s.loss_mask for s in read_samples(run_dir / "prompts" / "samples.jsonl") if s.id in wanted}
     store = HiddenStore(dump_shards(manifest, run_dir))
     head, teacher = load_output_head(target), manifest.slots["teacher"]
