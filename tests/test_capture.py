@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -313,3 +314,52 @@ def test_memory_is_bounded_by_waiting_for_a_slow_disk(tmp_path):
     (plan.control / "finish").touch()
     writer.join(timeout=20)
     assert reported_error(plan) == {}
+
+
+_WRITE_ALL = """
+import sys, time, torch
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_capture import forward, make_plan, tag_of
+from pipeline.capture_writer import CaptureWriter
+from pipeline.store import sample_ids, shard_paths
+
+folder, attempt = Path(sys.argv[1]), sys.argv[2]
+plan = make_plan(folder, attempt, shard_tokens=30)
+done = {i for path in shard_paths(folder) for i in sample_ids(path)}
+writer = CaptureWriter(plan)
+for sample in range(400):
+    ids = list(range(1 + sample % 20))
+    if f"s/{sample}" not in done:
+        writer.take(forward((tag_of(plan, sample, ids), ids, sample, 0, len(ids))))
+        time.sleep(0.002)
+writer.finish()
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_or_overtaken_by_a_second_start_every_sample_is_stored_once(tmp_path):
+    rng = random.Random(0)
+
+    def start(attempt: str) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", _WRITE_ALL, str(tmp_path), attempt], stderr=subprocess.DEVNULL,
+                                cwd=Path(__file__).parent.parent)
+
+    def wait_for_more_shards_than(count: int) -> None:
+        while len(shard_paths(tmp_path)) <= count and process.poll() is None:
+            time.sleep(0.001)
+
+    for attempt in range(4):
+        before = len(shard_paths(tmp_path))
+        process = start(f"killed{attempt}")
+        wait_for_more_shards_than(before)
+        time.sleep(rng.random() * 0.1)
+        process.kill()
+        process.wait()
+    left_over = process = start("leftover")
+    wait_for_more_shards_than(len(shard_paths(tmp_path)))
+    assert start("last").wait(timeout=60) == 0
+    left_over.wait(timeout=60)
+    refs = HiddenStore(shard_paths(tmp_path)).samples  # refuses a sample that lies in two shards
+    assert sorted(int(r.id[2:]) for r in refs) == list(range(400))
+    assert all(r.length == 1 + int(r.id[2:]) % 20 for r in refs)
