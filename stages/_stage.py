@@ -9,6 +9,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from pipeline import ranks
 from pipeline.config import Config, load_config
 from pipeline.errors import PipelineError
 from pipeline.manifest import Manifest, load_manifest
@@ -43,15 +44,21 @@ def _run(name: str, config: Config, depends_on: Callable, work: Callable) -> Non
     from pipeline.engine import prepare_environment, resolve_device
 
     # Before anything imports transformers or SGLang.
-    prepare_environment(resolve_device(config.device), threads=config.threads)
+    device = resolve_device(config.device)
+    prepare_environment(device, threads=config.threads)
     from pipeline.target import open_target
 
     target, config = open_target(config)
     run_dir = Path(config.run.root) / config.run.name
+    if not ranks.is_main_process():
+        if ranks.wait_for_rank_0(device):
+            work(config, target, load_manifest(run_dir), run_dir, run_dir / name)
+        return
     run_stage(name, run_dir, target=target.record, seed=config.seed, force=config.force,
               full_check=config.check_inputs == "full",
               config={"seed": config.seed, **depends_on(config, load_manifest(run_dir))},
               work=lambda manifest, folder: work(config, target, manifest, run_dir, folder))
+    ranks.dismiss(device)
 
 
 def without(section: dict, *operational: str) -> dict:
