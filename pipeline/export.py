@@ -1,8 +1,8 @@
 """Stage 5: drafter directories per engine, serving.yaml and launch scripts, all derived from the manifest.
 
 Nothing here is typed in twice: the layers come from the manifest's slots, each engine's ids from asking that engine
-(`layer_ids`), the shapes from the trained drafter's config, rope from the target's. What was written is read back by the
-validator before the stage ends.
+(`layer_ids`), the shapes from the trained drafter's config, rope from the target's. What was written is read back by
+the validator before the stage ends.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.drafter import DrafterConfig
+from pipeline.drafter_files import ARCHITECTURE
 from pipeline.engine import resolve_device
 from pipeline.errors import PipelineError
 from pipeline.files import read_json, save_safetensors, write_json
@@ -20,7 +21,7 @@ from pipeline.layer_ids import EngineIds, derive_sglang_ids, derive_vllm_ids
 from pipeline.manifest import EngineExport, ExportRecord, Manifest
 from pipeline.stage import StageResult
 from pipeline.target import Target
-from pipeline.validate import ARCHITECTURE, validate
+from pipeline.validate import validate
 
 _RETRAIN = "make train"
 
@@ -59,20 +60,39 @@ def export(config: Config, target: Target, manifest: Manifest, run_dir: Path, fo
             from pipeline.export_vllm import write_vllm
 
             ids = derive_vllm_ids(layers, target.num_layers)
-            write_vllm(out, drafter, weights, ids, dtype=dtype, context=context, target_text=target.text,
-                       verifier=serving.target_name(config, target), architecture=target.record.architecture)
+            write_vllm(
+                out,
+                drafter,
+                weights,
+                ids,
+                dtype=dtype,
+                context=context,
+                target_text=target.text,
+                verifier=serving.target_name(config, target),
+                architecture=target.record.architecture,
+            )
             checked = ["pipeline.validate"]
         validate(out, context=context, target=target.path).raise_if_bad()
         record.engines[engine] = EngineExport(
-            version=ids.version or "not asked", ids=list(ids.ids), capture_points=list(ids.capture_points),
-            model_class=ids.model_class, rule_source=ids.rule_source, proven=ids.proven, validated_by=checked)
+            version=ids.version or "not asked",
+            ids=list(ids.ids),
+            capture_points=list(ids.capture_points),
+            model_class=ids.model_class,
+            rule_source=ids.rule_source,
+            proven=ids.proven,
+            validated_by=checked,
+        )
         if not ids.proven:
             print(f"export: {engine} ids {list(ids.ids)}: {ids.note}")
         metrics[f"{engine}_ids"] = ",".join(map(str, ids.ids))
         outputs += [out / "config.json", out / "model.safetensors"]
     outputs += serving.write_serving(folder, config, target, manifest, record, refused, device=device)
-    return StageResult(outputs=outputs, counts={"parameters": sum(w.numel() for w in weights.values() if w.is_floating_point())},
-                       metrics=metrics | {f"{k}_refused": v for k, v in refused.items()}, export=record)
+    return StageResult(
+        outputs=outputs,
+        counts={"parameters": sum(w.numel() for w in weights.values() if w.is_floating_point())},
+        metrics=metrics | {f"{k}_refused": v for k, v in refused.items()},
+        export=record,
+    )
 
 
 def read_trained(folder: Path, manifest: Manifest) -> tuple[DrafterConfig, dict[str, Any]]:
@@ -88,11 +108,18 @@ def read_trained(folder: Path, manifest: Manifest) -> tuple[DrafterConfig, dict[
     try:
         drafter = DrafterConfig(**raw)
     except TypeError as e:
-        raise PipelineError(f"the trained drafter's config does not fit this pipeline: {e}", field=str(folder / "config.json"),
-                            fix=_RETRAIN) from e
+        raise PipelineError(
+            f"the trained drafter's config does not fit this pipeline: {e}",
+            field=str(folder / "config.json"),
+            fix=_RETRAIN,
+        ) from e
     if drafter.num_fc_inputs != len(manifest.fc_slots()):
-        raise PipelineError(f"the drafter was trained on {drafter.num_fc_inputs} slots, the manifest binds "
-                            f"{len(manifest.fc_slots())}", field="slots.layers", value=manifest.fc_layers(), fix=_RETRAIN)
+        raise PipelineError(
+            f"the drafter was trained on {drafter.num_fc_inputs} slots, the manifest binds {len(manifest.fc_slots())}",
+            field="slots.layers",
+            value=manifest.fc_layers(),
+            fix=_RETRAIN,
+        )
     path = folder / "drafter.safetensors"
     try:
         return drafter, load_file(path)
@@ -100,8 +127,16 @@ def read_trained(folder: Path, manifest: Manifest) -> tuple[DrafterConfig, dict[
         raise PipelineError(f"the trained weights cannot be read: {e}", field=str(path), fix=_RETRAIN) from e
 
 
-def write_sglang(folder: Path, drafter: DrafterConfig, weights: dict[str, Any], ids: EngineIds, *, dtype: str,
-                 context: int, target_text: Any) -> None:
+def write_sglang(
+    folder: Path,
+    drafter: DrafterConfig,
+    weights: dict[str, Any],
+    ids: EngineIds,
+    *,
+    dtype: str,
+    context: int,
+    target_text: Any,
+) -> None:
     """config.json and model.safetensors as SGLang 0.5.23's `models/llama_eagle3.py` loads them.
 
     Args:
@@ -111,11 +146,15 @@ def write_sglang(folder: Path, drafter: DrafterConfig, weights: dict[str, Any], 
         context: longest served context, tokens.
         target_text: the target's text config, for its special tokens.
     """
-    write_json(folder / "config.json", sglang_config(drafter, ids, dtype=dtype, context=context, target_text=target_text))
+    write_json(
+        folder / "config.json", sglang_config(drafter, ids, dtype=dtype, context=context, target_text=target_text)
+    )
     save_safetensors(folder / "model.safetensors", cast(weights, dtype), metadata={"format": "pt"})
 
 
-def sglang_config(drafter: DrafterConfig, ids: EngineIds, *, dtype: str, context: int, target_text: Any) -> dict[str, Any]:
+def sglang_config(
+    drafter: DrafterConfig, ids: EngineIds, *, dtype: str, context: int, target_text: Any
+) -> dict[str, Any]:
     """config.json for SGLang. Every size is written out: SGLang's defaults belong to another model."""
     rope = dict(drafter.rope_parameters)
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -166,8 +205,10 @@ def why_not_vllm(manifest: Manifest, drafter: DrafterConfig) -> str | None:
     """Why this drafter must not be exported for vLLM; None if it may."""
     for name, slot in sorted(manifest.slots.items()):
         if slot.equals_transformers is False:
-            return (f"slot {name} holds what SGLang captures for {slot.tensor}, which differs from the residual stream "
-                    "that vLLM captures: this drafter is right for SGLang only")
+            return (
+                f"slot {name} holds what SGLang captures for {slot.tensor}, which differs from the residual stream "
+                "that vLLM captures: this drafter is right for SGLang only"
+            )
     if drafter.norm_before_fc and drafter.fc_norm:
         return "norm_before_fc and fc_norm together are not possible in the speculators format"
     return None
@@ -181,26 +222,42 @@ def check_rope(drafter: DrafterConfig, folder: Path) -> None:
     """
     import torch
 
-    from pipeline.rope import Rope
-
     # As SGLang's model loader and attention do it, so that the exported file is read the way the engine reads it.
     from sglang.srt.layers.rotary_embedding import get_rope
     from sglang.srt.utils.hf_transformers.common import get_rope_config
     from sglang.srt.utils.hf_transformers_utils import get_config
 
+    from pipeline.rope import Rope
+
     exported = get_config(str(folder), trust_remote_code=False)
     theta, scaling = get_rope_config(exported)
     position = torch.arange(min(4096, drafter.max_position_embeddings))
-    engine = get_rope(drafter.head_dim, drafter.head_dim, exported.max_position_embeddings, theta, True,
-                      dict(scaling) if scaling else None, torch.float32).cos_sin_cache[position].cpu().float()
+    engine = (
+        get_rope(
+            drafter.head_dim,
+            drafter.head_dim,
+            exported.max_position_embeddings,
+            theta,
+            True,
+            dict(scaling) if scaling else None,
+            torch.float32,
+        )
+        .cos_sin_cache[position]
+        .cpu()
+        .float()
+    )
     cos, sin = Rope(drafter.head_dim, drafter.rope_parameters, drafter.max_position_embeddings).cos_sin(
-        position, torch.full_like(position, len(position)), torch.device("cpu"))
+        position, torch.full_like(position, len(position)), torch.device("cpu")
+    )
     half = cos.shape[1] // 2
     trainer = torch.cat([cos[:, :half], sin[:, :half]], -1)
     if engine.shape != trainer.shape or not torch.allclose(engine, trainer, atol=1e-4):
-        raise PipelineError("the installed SGLang rotates this drafter otherwise than the trainer did",
-                            field="rope_parameters", value=drafter.rope_parameters,
-                            fix="use a target whose rope SGLang and transformers compute alike, or report this rope type")
+        raise PipelineError(
+            "the installed SGLang rotates this drafter otherwise than the trainer did",
+            field="rope_parameters",
+            value=drafter.rope_parameters,
+            fix="use a target whose rope SGLang and transformers compute alike, or report this rope type",
+        )
 
 
 def _export_dtype(asked: str, device: str) -> str:

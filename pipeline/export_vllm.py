@@ -1,7 +1,7 @@
 """The drafter in speculators format, written by speculators' own classes: what vLLM serves.
 
-Three things differ from SGLang's files: ids are capture points at the top level (layer output + 1), the decoder layer is
-called `layers.0`, and `norm_before_residual` must be written as False, since vLLM takes True where it is absent.
+Three things differ from SGLang's files: ids are capture points at the top level (layer output + 1), the decoder layer
+is called `layers.0`, and `norm_before_residual` must be written as False, since vLLM takes True where it is absent.
 """
 
 from __future__ import annotations
@@ -16,13 +16,23 @@ from typing import Any
 from pipeline.drafter import DrafterConfig
 from pipeline.files import clear_disk_errors, make_dir, read_json, write_json
 from pipeline.layer_ids import EngineIds
-from pipeline.validate import MIDLAYER
+from pipeline.drafter_files import MIDLAYER
 
 _SPECULATORS_LAYER = "layers.0."
 
 
-def write_vllm(folder: Path, drafter: DrafterConfig, weights: dict[str, Any], ids: EngineIds, *, dtype: str, context: int,
-               target_text: Any, verifier: str, architecture: str) -> None:
+def write_vllm(
+    folder: Path,
+    drafter: DrafterConfig,
+    weights: dict[str, Any],
+    ids: EngineIds,
+    *,
+    dtype: str,
+    context: int,
+    target_text: Any,
+    verifier: str,
+    architecture: str,
+) -> None:
     """config.json and model.safetensors through `Eagle3DraftModel.save_pretrained`.
 
     Args:
@@ -32,8 +42,15 @@ def write_vllm(folder: Path, drafter: DrafterConfig, weights: dict[str, Any], id
     """
     from pipeline.export import cast
 
-    model = build_speculator(drafter, ids, dtype=dtype, context=context, target_text=target_text, verifier=verifier,
-                             architecture=architecture)
+    model = build_speculator(
+        drafter,
+        ids,
+        dtype=dtype,
+        context=context,
+        target_text=target_text,
+        verifier=verifier,
+        architecture=architecture,
+    )
     state = {name.replace(MIDLAYER, _SPECULATORS_LAYER): t for name, t in cast(weights, dtype).items()}
     if drafter.draft_vocab_size == drafter.vocab_size:
         state = {name: t for name, t in state.items() if name not in ("d2t", "t2d")}
@@ -48,9 +65,17 @@ def write_vllm(folder: Path, drafter: DrafterConfig, weights: dict[str, Any], id
     os.replace(building, folder)
 
 
-def build_speculator(drafter: DrafterConfig, ids: EngineIds, *, dtype: str, context: int, target_text: Any, verifier: str,
-                     architecture: str) -> Any:
-    """Speculators' own model of this drafter, on the meta device: its vocabulary-sized buffers are never needed here."""
+def build_speculator(
+    drafter: DrafterConfig,
+    ids: EngineIds,
+    *,
+    dtype: str,
+    context: int,
+    target_text: Any,
+    verifier: str,
+    architecture: str,
+) -> Any:
+    """Speculators' own model of this drafter, on the meta device: its vocabulary-sized tensors are not needed here."""
     import torch
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -58,22 +83,38 @@ def build_speculator(drafter: DrafterConfig, ids: EngineIds, *, dtype: str, cont
     from transformers import LlamaConfig
 
     layer = LlamaConfig(
-        vocab_size=drafter.vocab_size, hidden_size=drafter.hidden_size, intermediate_size=drafter.intermediate_size,
-        num_hidden_layers=1, num_attention_heads=drafter.num_attention_heads,
-        num_key_value_heads=drafter.num_key_value_heads, head_dim=drafter.head_dim, rms_norm_eps=drafter.rms_norm_eps,
+        vocab_size=drafter.vocab_size,
+        hidden_size=drafter.hidden_size,
+        intermediate_size=drafter.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=drafter.num_attention_heads,
+        num_key_value_heads=drafter.num_key_value_heads,
+        head_dim=drafter.head_dim,
+        rms_norm_eps=drafter.rms_norm_eps,
         max_position_embeddings=max(drafter.max_position_embeddings, context),
-        rope_parameters=dict(drafter.rope_parameters), tie_word_embeddings=False,
-        bos_token_id=getattr(target_text, "bos_token_id", None), eos_token_id=getattr(target_text, "eos_token_id", None),
-        num_aux_hidden_states=drafter.num_fc_inputs)  # vLLM's drafter reads it here and takes 3 otherwise
+        rope_parameters=dict(drafter.rope_parameters),
+        tie_word_embeddings=False,
+        bos_token_id=getattr(target_text, "bos_token_id", None),
+        eos_token_id=getattr(target_text, "eos_token_id", None),
+        num_aux_hidden_states=drafter.num_fc_inputs,
+    )  # vLLM's drafter reads it here and takes 3 otherwise
     layer._attn_implementation = "eager"  # the default, flex attention, has no CPU path; it is not saved
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer, draft_vocab_size=drafter.draft_vocab_size, norm_before_residual=False,
-        eagle_aux_hidden_state_layer_ids=list(ids.ids), num_aux_hidden_states=drafter.num_fc_inputs,
-        norm_before_fc=drafter.norm_before_fc, fc_norm=drafter.fc_norm, norm_output=drafter.norm_output,
+        transformer_layer_config=layer,
+        draft_vocab_size=drafter.draft_vocab_size,
+        norm_before_residual=False,
+        eagle_aux_hidden_state_layer_ids=list(ids.ids),
+        num_aux_hidden_states=drafter.num_fc_inputs,
+        norm_before_fc=drafter.norm_before_fc,
+        fc_norm=drafter.fc_norm,
+        norm_output=drafter.norm_output,
         speculators_config=SpeculatorsConfig(
-            algorithm="eagle3", default_proposal_method="greedy",
+            algorithm="eagle3",
+            default_proposal_method="greedy",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
-            verifier=VerifierConfig(name_or_path=verifier, architectures=[architecture])))
+            verifier=VerifierConfig(name_or_path=verifier, architectures=[architecture]),
+        ),
+    )
     with torch.device("meta"):
         return Eagle3DraftModel(config).to(getattr(torch, dtype))
 

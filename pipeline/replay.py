@@ -1,12 +1,12 @@
 """Replay: an independent, plain forward over the exported files, and the accept lengths that follow from it.
 
-Nothing of the trainer is used: no `Drafter`, no TTT attention, no packing, no gate of `alignment`. The weights and sizes come
-from `export/sglang/`, rope from transformers, attention is written out over dense scores. What the trainer, this file and
-the engine agree on is therefore not agreed by sharing code.
+Nothing of the trainer is used: no `Drafter`, no TTT attention, no packing, no gate of `alignment`. Weights and sizes
+come from `export/sglang/`, rope from transformers, attention is written out over dense scores. What the trainer, this
+file and the engine agree on is therefore not agreed by sharing code.
 
-Rows as the engine has them: row i holds the target's hidden states at token i, reads the embedding of token i+1, stands at
-rope position i and drafts token i+2. Draft step j reads the token before it and attends to the rows 0 … i, whose keys
-always come from the target's hidden states (the engine writes them anew after each verification), and to its own steps.
+Rows as the engine has them: row i holds the target's hidden states at token i, reads the embedding of token i+1, stands
+at rope position i and drafts token i+2. Draft step j reads the token before it and attends to the rows 0 … i, whose
+keys always come from the target's hidden states (the engine writes them anew after each verification), and to its own steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softmax
 
-from pipeline.validate import norm_before_fc
+from pipeline.drafter_files import norm_before_fc
 
 _SCORES = 1 << 26  # most attention scores held at a time
 
@@ -44,9 +44,20 @@ class ExportedDrafter:
         weights.pop("t2d")
         self.weights = {name: tensor.float() for name, tensor in weights.items()}
         self.embedding = embedding
-        self.rotary = LlamaRotaryEmbedding(LlamaConfig(**{
-            key: self.config[key] for key in ("head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings",
-                                              "rope_parameters")}))
+        self.rotary = LlamaRotaryEmbedding(
+            LlamaConfig(
+                **{
+                    key: self.config[key]
+                    for key in (
+                        "head_dim",
+                        "hidden_size",
+                        "num_attention_heads",
+                        "max_position_embeddings",
+                        "rope_parameters",
+                    )
+                }
+            )
+        )
 
     @torch.inference_mode()
     def draft(self, ids: Tensor, features: Tensor, rows: Tensor, steps: int, *, forced: bool) -> Tensor:
@@ -75,8 +86,9 @@ class ExportedDrafter:
         key, value = self._heads("k", x), self._heads("v", x)
         return self._full(self._rotate(key, torch.arange(len(fused)))), self._full(value), fused
 
-    def _draft_rows(self, rows: Tensor, ids: Tensor, fused: Tensor, key0: Tensor, value0: Tensor, steps: int,
-                    forced: bool) -> Tensor:
+    def _draft_rows(
+        self, rows: Tensor, ids: Tensor, fused: Tensor, key0: Tensor, value0: Tensor, steps: int, forced: bool
+    ) -> Tensor:
         visible = torch.arange(len(key0)) <= rows[:, None]  # [N, T-1]
         hidden, token = fused[rows], ids[rows + 1]
         own_keys, own_values, drafts = [], [], []
@@ -112,14 +124,18 @@ class ExportedDrafter:
         return features @ self.weights["fc.weight"].T
 
     def _layer_input(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat([self._norm("midlayer.input_layernorm", embedding), self._norm("midlayer.hidden_norm", hidden)], -1)
+        return torch.cat(
+            [self._norm("midlayer.input_layernorm", embedding), self._norm("midlayer.hidden_norm", hidden)], -1
+        )
 
     def _mlp(self, x: Tensor) -> Tensor:
         gate, up, down = (self.weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
     def _heads(self, which: str, x: Tensor) -> Tensor:
-        return (x @ self.weights[f"midlayer.self_attn.{which}_proj.weight"].T).unflatten(-1, (-1, self.config["head_dim"]))
+        return (x @ self.weights[f"midlayer.self_attn.{which}_proj.weight"].T).unflatten(
+            -1, (-1, self.config["head_dim"])
+        )
 
     def _full(self, x: Tensor) -> Tensor:
         """Repeat every key/value head for the query heads that share it."""
@@ -132,7 +148,11 @@ class ExportedDrafter:
         return apply_rotary_pos_emb(x[None], x[None], cos, sin, unsqueeze_dim=2)[0][0]
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * self.weights[f"{name}.weight"]
+        return (
+            x
+            * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+            * self.weights[f"{name}.weight"]
+        )
 
 
 # ---------------------------------------------------------------- accuracy, as the trainer's validation counts it
@@ -166,8 +186,9 @@ def gated_rows(generated: Sequence[int], step: int) -> list[int]:
     return [i for i in range(last) if i + 2 + step <= last and all(generated[i + 1 : i + 3 + step])]
 
 
-def teacher_forced_accuracy(drafter: ExportedDrafter, samples: Iterable[tuple[Tensor, list[int], Tensor, Tensor]],
-                            steps: int) -> Accuracy:
+def teacher_forced_accuracy(
+    drafter: ExportedDrafter, samples: Iterable[tuple[Tensor, list[int], Tensor, Tensor]], steps: int
+) -> Accuracy:
     """Accuracy of every step over the gated rows.
 
     Args:

@@ -1,26 +1,30 @@
 """Serve check: the exported drafter in the real SGLang, its text and its counters against the replay.
 
 Three runs over the same held-out prompts, greedy: without speculation, a few tokens past every end (SGLang verifies and
-counts there), and with the drafter. The hidden states of the engine's own output are then computed anew by transformers and
-replayed. In fp32 the texts are identical and the replay accepts the same number of drafts in every verification.
+counts there), and with the drafter. The hidden states of the engine's own output are then dumped anew and replayed. In
+fp32 the texts are identical and the replay accepts the same number of drafts in every verification.
 """
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.config import Config
+from pipeline.dump import dump
 from pipeline.engine import engine, generate, resolve_device
 from pipeline.errors import PipelineError
+from pipeline.files import make_dir
 from pipeline.manifest import Manifest
 from pipeline.replay import ExportedDrafter, Walk, tau, walk
-from pipeline.samples import Sample, read_samples
-from pipeline.serving import draft_arguments
-from pipeline.store import layer_output
+from pipeline.samples import Sample, read_samples, write_samples
+from pipeline.serving import draft_arguments, tensor_parallel
+from pipeline.store import HiddenStore, layer_output, shard_paths
 from pipeline.target import Target, load_embedding
 
 KNOWN_CAUSES = """accept length exactly 1.0: no draft was ever accepted. Causes that others met, most frequent first:
@@ -50,42 +54,78 @@ class Served:
     correct: int
     histogram: list[int]
 
+    @property
+    def sequence(self) -> list[int]:
+        return self.prompt + self.output + self.beyond
 
-def serve_check(config: Config, target: Target, manifest: Manifest, run_dir: Path, draft: Path) -> tuple[dict, list[str]]:
+
+def serve_check(
+    config: Config, target: Target, manifest: Manifest, run_dir: Path, folder: Path
+) -> tuple[dict, list[str]]:
     """Serve, replay, compare.
+
+    Args:
+        folder: of this stage, for hidden states that are deleted again.
 
     Returns:
         Results for verify.json and the manifest, and what failed (empty: the check holds).
     """
     device = resolve_device(config.device)
-    # Greedy text is only reproducible to the bit in fp32, which is for targets of laptop size: a GPU serves the real dtype.
+    # Greedy text is only reproducible in fp32, which is for targets of laptop size: a GPU serves the real dtype.
     exact = device == "cpu"
     dtype = "float32" if exact else target.dtype
     prompts = heldout_prompts(run_dir / "prompts" / "samples.jsonl", config.verify.serve_prompts)
     options = {
-        "device": device, "dtype": dtype, "tp_size": config.target.tp_size, "quantization": config.target.quantization,
-        "trust_remote_code": target.trust_remote_code, "mem_fraction_static": config.dump.mem_fraction_static,
-        "force_version": config.dump.allow_untested_engine, "random_seed": config.seed,
+        "device": device,
+        "dtype": dtype,
+        "tp_size": tensor_parallel(config, device),
+        "quantization": config.target.quantization,
+        "trust_remote_code": target.trust_remote_code,
+        "mem_fraction_static": config.dump.mem_fraction_static,
+        "force_version": config.dump.allow_untested_engine,
+        "random_seed": config.seed,
     }
+    draft = run_dir / "export" / "sglang"
     steps = config.verify.draft_steps
-    served = serve(target.path, draft, prompts, tokens=config.verify.serve_tokens, steps=steps, options=options,
-                   draft_options=draft_arguments(config.target.quantization))
+    served = serve(
+        target.path,
+        draft,
+        prompts,
+        tokens=config.verify.serve_tokens,
+        steps=steps,
+        options=options,
+        draft_options=draft_arguments(config.target.quantization),
+    )
     identical = [s.output == s.plain for s in served]
     # A text that differs was drafted for from another point on: its walk says nothing about the wiring.
     comparable = [s for s, same in zip(served, identical) if same]
-    walks = replay_served(comparable, target, manifest.fc_layers(), draft, steps=steps, dtype=getattr(torch, dtype), device=device)
+    features = (
+        redump(comparable, config, target, manifest, manifest.fc_layers(), folder / "redump", exact=exact)
+        if comparable
+        else []
+    )
+    walks = replay_served(comparable, features, ExportedDrafter(draft, load_embedding(target)), steps=steps)
     result = compare(comparable, walks)
-    result |= {"text_identical": all(identical), "texts_identical": sum(identical), "requests": len(served),
-               "serve_dtype": dtype, "draft_steps": steps}
+    result |= {
+        "text_identical": all(identical),
+        "texts_identical": sum(identical),
+        "requests": len(served),
+        "serve_dtype": dtype,
+        "draft_steps": steps,
+    }
     problems = []
     if exact and not all(identical):
-        problems.append(f"{len(identical) - sum(identical)} of {len(identical)} greedy texts differ from the run without "
-                        "speculation")
+        problems.append(
+            f"{len(identical) - sum(identical)} of {len(identical)} greedy texts differ from the run without "
+            "speculation"
+        )
     if result["cycles_engine"] == 0:
         problems.append("the engine verified no draft: were the responses one token long?")
     elif abs(result["tau_engine"] / result["tau_replayed"] - 1) > config.verify.max_tau_gap:
-        problems.append(f"τ of the engine is {result['tau_engine']:.3f}, replayed {result['tau_replayed']:.3f}: the engine does "
-                        "not give the drafter what it was trained on")
+        problems.append(
+            f"τ of the engine is {result['tau_engine']:.3f}, replayed {result['tau_replayed']:.3f}: the engine does "
+            "not give the drafter what it was trained on"
+        )
     if result["tau_engine"] == 1.0:
         print(KNOWN_CAUSES)
     return result, problems
@@ -100,8 +140,12 @@ def heldout_prompts(path: Path, count: int) -> list[list[int]]:
         if len(prompts) == count:
             break
     if not prompts:
-        raise PipelineError("no held-out sample to serve", field="prompts.heldout_fraction", value=str(path),
-                            fix='make prompts ARGS="prompts.heldout_fraction=0.1"')
+        raise PipelineError(
+            "no held-out sample to serve",
+            field="prompts.heldout_fraction",
+            value=str(path),
+            fix='make prompts ARGS="prompts.heldout_fraction=0.1"',
+        )
     return prompts
 
 
@@ -113,8 +157,16 @@ def last_answer(sample: Sample) -> int:
     return end
 
 
-def serve(model: Path, draft: Path, prompts: list[list[int]], *, tokens: int, steps: int, options: dict[str, Any],
-          draft_options: dict[str, Any] | None = None) -> list[Served]:
+def serve(
+    model: Path,
+    draft: Path,
+    prompts: list[list[int]],
+    *,
+    tokens: int,
+    steps: int,
+    options: dict[str, Any],
+    draft_options: dict[str, Any] | None = None,
+) -> list[Served]:
     """Answer the prompts greedily without and with the drafter, each in an engine of its own.
 
     Args:
@@ -125,37 +177,83 @@ def serve(model: Path, draft: Path, prompts: list[list[int]], *, tokens: int, st
     greedy = {"temperature": 0, "max_new_tokens": tokens}
     with engine(model, **options) as llm:
         plain = [out["output_ids"] for out in generate(llm, prompts, greedy)]
-        beyond = generate(llm, [p + o for p, o in zip(prompts, plain)],
-                          {"temperature": 0, "max_new_tokens": steps + 1, "ignore_eos": True})
+        beyond = generate(
+            llm,
+            [p + o for p, o in zip(prompts, plain)],
+            {"temperature": 0, "max_new_tokens": steps + 1, "ignore_eos": True},
+        )
     with engine(model, draft_path=draft, draft_steps=steps, topk=1, extra=draft_options, **options) as llm:
         outputs = generate(llm, prompts, greedy)
     return [
-        Served(prompt=prompt, output=out["output_ids"], plain=p, beyond=b["output_ids"],
-               # An answer of one token ends before the first verification, and then the counters are absent.
-               verifications=out["meta_info"].get("spec_verify_ct", 0),
-               correct=out["meta_info"].get("spec_num_correct_drafts", 0),
-               histogram=list(out["meta_info"].get("spec_correct_drafts_histogram", [])))
+        Served(
+            prompt=prompt,
+            output=out["output_ids"],
+            plain=p,
+            beyond=b["output_ids"],
+            # An answer of one token ends before the first verification, and then the counters are absent.
+            verifications=out["meta_info"].get("spec_verify_ct", 0),
+            correct=out["meta_info"].get("spec_num_correct_drafts", 0),
+            histogram=list(out["meta_info"].get("spec_correct_drafts_histogram", [])),
+        )
         for prompt, p, b, out in zip(prompts, plain, beyond, outputs)
     ]
 
 
-def replay_served(served: list[Served], target: Target, layers: list[int], draft: Path, *, steps: int, dtype: torch.dtype,
-                  device: str) -> list[Walk]:
-    """Hidden states of the engine's tokens from transformers, drafts from the exported files, and the walk over both."""
-    from pipeline.reference import Reference
+def redump(
+    served: list[Served],
+    config: Config,
+    target: Target,
+    manifest: Manifest,
+    layers: list[int],
+    folder: Path,
+    *,
+    exact: bool,
+) -> list[Tensor]:
+    """fc's input [T, n·H] over prompt, output and what follows, of every request, by the dump stage.
 
-    if not served:
-        return []
-    reference = Reference(target.path, dtype=dtype, device=device, trust_remote_code=target.trust_remote_code)
-    drafter = ExportedDrafter(draft, load_embedding(target))
+    Args:
+        folder: for the samples and shards, emptied before and after.
+        exact: in fp32 with transformers, independently of the engine; else in the target's dtype, as configured.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    sequences = [r.sequence for r in served]
+    write_samples(
+        folder / "prompts" / "samples.jsonl",
+        (
+            Sample(
+                id=f"served-{i:05d}",
+                split="heldout",
+                category=None,
+                messages=[],
+                input_ids=ids,
+                finish_reason=None,
+                loss_mask=[0] * len(r.prompt) + [1] * (len(ids) - len(r.prompt)),
+            )
+            for i, (r, ids) in enumerate(zip(served, sequences))
+        ),
+    )
+    changes = {"engine": "transformers", "dtype": "fp32"} if exact else {"dtype": "target"}
+    config = config.model_copy(
+        update={
+            "dump": config.dump.model_copy(update=changes | {"probe_samples": 0}),
+            "target": config.target.model_copy(update={"context_length": max(map(len, sequences))}),
+        }
+    )
+    dump(config, target, manifest, folder, make_dir(folder / "dump"), slot_layers=layers, layers=layers)
+    store = HiddenStore(shard_paths(folder / "dump"))
+    refs = sorted(store.samples, key=lambda ref: ref.id)
+    features = [torch.cat([store.rows(ref, layer_output(layer)) for layer in layers], -1) for ref in refs]
+    shutil.rmtree(folder)
+    return features
+
+
+def replay_served(served: list[Served], features: list[Tensor], drafter: ExportedDrafter, *, steps: int) -> list[Walk]:
+    """Drafts of the exported files along every request, and the engine's walk over them."""
     walks = []
-    for request in served:
-        sequence = request.prompt + request.output + request.beyond
-        states = reference.states(sequence, layers)
-        features = torch.cat([states[layer_output(layer)] for layer in layers], -1)
+    for request, states in zip(served, features, strict=True):
         first, end = len(request.prompt) - 1, len(request.prompt) + len(request.output) - 1
-        drafts = drafter.draft(torch.tensor(sequence), features, torch.arange(first, end), steps, forced=False)
-        walks.append(walk(drafts, sequence, first, end))
+        drafts = drafter.draft(torch.tensor(request.sequence), states, torch.arange(first, end), steps, forced=False)
+        walks.append(walk(drafts, request.sequence, first, end))
     return walks
 
 

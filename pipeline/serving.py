@@ -1,7 +1,7 @@
-"""serving.yaml and the launch scripts: how each engine is started on the exported drafter, derived like everything else.
+"""serving.yaml and the launch scripts: how each engine is started on the exported drafter.
 
-The SGLang flags come from `engine.engine_arguments`, which also starts the engine for the dump and the serve check, so what
-is launched is what was verified. As a command it prints the environment that SGLang needs on a device, for the scripts:
+The SGLang flags come from `engine.engine_arguments`, which also starts the engine for the dump and the serve check, so
+what is launched is what was verified. As a command it prints the environment that SGLang needs on a device:
 
     eval "$(python -m pipeline.serving --environment cpu)"
 """
@@ -27,7 +27,11 @@ from pipeline.target import EMBEDDED, Target
 DRAFT_ATTENTION_BACKENDS = {"hopper": "fa3", "blackwell": "trtllm_mha", "other": "flashinfer"}
 """GPU generation → `--speculative-draft-attention-backend` for targets with latent attention (MLA). The drafter has
 ordinary attention and cannot run on the backend it would inherit (sglang issue 23490)."""
-_GENERATION_OF_CAPABILITY = {"9.*": "hopper", "10.*": "blackwell", "*": "other"}  # 12.*, consumer Blackwell, lacks trtllm
+_GENERATION_OF_CAPABILITY = {
+    "9.*": "hopper",
+    "10.*": "blackwell",
+    "*": "other",
+}  # 12.*, consumer Blackwell, lacks trtllm
 _TARGET, _HERE = "@TARGET@", "@HERE@"  # stand for shell variables until the words of a script are quoted
 _PORTS = {"sglang": 30000, "vllm": 8000}
 _PACKAGES = ("sglang", "speculators", "transformers", "torch")
@@ -44,6 +48,13 @@ def is_mla(text_config: Any) -> bool:
     return getattr(text_config, "kv_lora_rank", None) is not None
 
 
+def tensor_parallel(config: Config, device: str) -> int:
+    """GPUs of one engine: `GPUS=n` if given, else the target's own number."""
+    if device == "cpu":
+        return 1
+    return config.gpus if config.gpus > 1 else config.target.tp_size
+
+
 def sglang_command(config: Config, target: Target, *, device: str, model: str, draft: str) -> list[str]:
     """`sglang.launch_server` with every flag that matters.
 
@@ -52,11 +63,20 @@ def sglang_command(config: Config, target: Target, *, device: str, model: str, d
         model, draft: as they shall stand on the command line.
     """
     arguments = engine_arguments(
-        model, device=device, dtype=target.dtype, tp_size=config.target.tp_size, context_length=config.export.served_context,
-        draft_path=draft, draft_steps=config.export.draft_steps, topk=config.export.topk,
-        draft_tokens=config.export.draft_tokens, quantization=config.target.quantization,
-        trust_remote_code=target.trust_remote_code, mem_fraction_static=config.dump.mem_fraction_static,
-        extra=draft_arguments(config.target.quantization) | {"revision": config.target.revision})
+        model,
+        device=device,
+        dtype=target.dtype,
+        tp_size=tensor_parallel(config, device),
+        context_length=config.export.served_context,
+        draft_path=draft,
+        draft_steps=config.export.draft_steps,
+        topk=config.export.topk,
+        draft_tokens=config.export.draft_tokens,
+        quantization=config.target.quantization,
+        trust_remote_code=target.trust_remote_code,
+        mem_fraction_static=config.dump.mem_fraction_static,
+        extra=draft_arguments(config.target.quantization) | {"revision": config.target.revision},
+    )
     arguments |= {"host": "127.0.0.1", "port": _PORTS["sglang"]}
     flags: list[str] = []
     for name, value in arguments.items():
@@ -74,17 +94,38 @@ def draft_arguments(quantization: str | None) -> dict[str, str]:
 def vllm_command(config: Config, target: Target, *, model: str, draft: str) -> list[str]:
     """`vllm serve` with every flag that matters. vLLM drafts a chain, so there is no tree to describe."""
     speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": config.export.draft_steps}
-    flags = ["--dtype", target.dtype, "--tensor-parallel-size", str(config.target.tp_size), "--host", "127.0.0.1",
-             "--port", str(_PORTS["vllm"]), "--speculative-config", json.dumps(speculative)]
-    options = {"--revision": config.target.revision, "--quantization": config.target.quantization,
-               "--max-model-len": config.export.served_context}
+    flags = [
+        "--dtype",
+        target.dtype,
+        "--tensor-parallel-size",
+        str(tensor_parallel(config, "cuda")),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(_PORTS["vllm"]),
+        "--speculative-config",
+        json.dumps(speculative),
+    ]
+    options = {
+        "--revision": config.target.revision,
+        "--quantization": config.target.quantization,
+        "--max-model-len": config.export.served_context,
+    }
     for flag, value in options.items():
         flags += [] if value is None else [flag, str(value)]
     return ["vllm", "serve", model, *flags, *(["--trust-remote-code"] if target.trust_remote_code else [])]
 
 
-def write_serving(folder: Path, config: Config, target: Target, manifest: Manifest, record: ExportRecord,
-                  refused: dict[str, str], *, device: str) -> list[Path]:
+def write_serving(
+    folder: Path,
+    config: Config,
+    target: Target,
+    manifest: Manifest,
+    record: ExportRecord,
+    refused: dict[str, str],
+    *,
+    device: str,
+) -> list[Path]:
     """Write serving.yaml and `launch_<engine>.sh` for every exported engine; returns the files."""
     import yaml
 
@@ -93,6 +134,7 @@ def write_serving(folder: Path, config: Config, target: Target, manifest: Manife
     engines: dict[str, Any] = {name: {"refused": reason} for name, reason in refused.items()}
     written = []
     for name, exported in record.engines.items():
+
         def command(model: str, draft: str, name: str = name) -> list[str]:
             if name == "sglang":
                 return sglang_command(config, target, device=device, model=model, draft=draft)
@@ -105,31 +147,50 @@ def write_serving(folder: Path, config: Config, target: Target, manifest: Manife
             "ids": exported.ids,
             "capture_points": exported.capture_points,
             "layer_outputs": [p - 1 for p in exported.capture_points],
-            "derived": {"rule_source": exported.rule_source, "model_class": exported.model_class,
-                        "engine_version": exported.version, "proven": exported.proven,
-                        "validated_by": exported.validated_by},
+            "derived": {
+                "rule_source": exported.rule_source,
+                "model_class": exported.model_class,
+                "engine_version": exported.version,
+                "proven": exported.proven,
+                "validated_by": exported.validated_by,
+            },
             "launch_script": f"launch_{name}.sh",
             "launch": line + (" --speculative-draft-attention-backend <see below>" if backend else ""),
         } | ({"draft_attention_backend": DRAFT_ATTENTION_BACKENDS} if name == "sglang" and mla else {})
-        written.append(_write_script(folder / f"launch_{name}.sh", command(_TARGET, f"{_HERE}/{name}"), model=model,
-                                     device=device, engine=name, choose_backend=backend))
+        written.append(
+            _write_script(
+                folder / f"launch_{name}.sh",
+                command(_TARGET, f"{_HERE}/{name}"),
+                model=model,
+                device=device,
+                engine=name,
+                choose_backend=backend,
+            )
+        )
     content = {
         "version": 1,
         "run": manifest.run,
-        "target": {"path": model, **manifest.target.model_dump(include={"revision", "architecture", "dtype", "quantization"})},
+        "target": {
+            "path": model,
+            **manifest.target.model_dump(include={"revision", "architecture", "dtype", "quantization"}),
+        },
         "wiring": {f"fc.{i}": f"layer output {layer}" for i, layer in enumerate(layers)}
         | {"teacher": f"final hidden, {manifest.slots['teacher'].norm}-norm"},
         "engines": engines,
         "packages": _versions(),
     }
-    header = "# How to serve this drafter. Written by stage 5 from manifest.json: change the run and export again, not this file.\n" \
-             "# Paths in `launch` are relative to this folder; the scripts can be started from anywhere.\n"
+    header = (
+        "# How to serve this drafter. Written by stage 5 from manifest.json; to change it, export again.\n"
+        "# Paths in `launch` are relative to this folder; the scripts can be started from anywhere.\n"
+    )
     path = folder / "serving.yaml"
     write_text(path, header + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=10_000))
     return [*written, path]
 
 
-def _write_script(path: Path, command: list[str], *, model: str, device: str, engine: str, choose_backend: bool) -> Path:
+def _write_script(
+    path: Path, command: list[str], *, model: str, device: str, engine: str, choose_backend: bool
+) -> Path:
     """A launch script that works from any folder. `command` holds `_TARGET` and `_HERE` in place of the paths."""
     words = [_shell_word(word) for word in command]
     lines = [
@@ -140,15 +201,19 @@ def _write_script(path: Path, command: list[str], *, model: str, device: str, en
         f"TARGET=${{TARGET:-{shlex.quote(model)}}}",
     ]
     if engine == "sglang":
-        lines += [f'PYTHON="${{PYTHON:-{sys.executable}}}"  # the interpreter that exported',
-                  'command -v "$PYTHON" >/dev/null || PYTHON=python3']
+        lines += [
+            f'PYTHON="${{PYTHON:-{sys.executable}}}"  # the interpreter that exported',
+            'command -v "$PYTHON" >/dev/null || PYTHON=python3',
+        ]
         words = ['"$PYTHON"', *words[1:]]
         if device == "cpu":
             lines += ['eval "$("$PYTHON" -m pipeline.serving --environment cpu)"  # SGLang without a GPU']
     if choose_backend:
         lines += ['case "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1)" in']
-        lines += [f"  {capability}) backend={DRAFT_ATTENTION_BACKENDS[generation]} ;;  # {generation}"
-                  for capability, generation in _GENERATION_OF_CAPABILITY.items()]
+        lines += [
+            f"  {capability}) backend={DRAFT_ATTENTION_BACKENDS[generation]} ;;  # {generation}"
+            for capability, generation in _GENERATION_OF_CAPABILITY.items()
+        ]
         lines += ["esac"]
         words += ["--speculative-draft-attention-backend", '"$backend"']
     flags = next(i for i, word in enumerate(words) if word.startswith("--"))
@@ -186,8 +251,12 @@ def _versions() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.serving", description=__doc__.partition("\n")[0])
-    parser.add_argument("--environment", choices=("cpu", "cuda"), required=True,
-                        help="print the variables SGLang needs there, as shell exports")
+    parser.add_argument(
+        "--environment",
+        choices=("cpu", "cuda"),
+        required=True,
+        help="print the variables SGLang needs there, as shell exports",
+    )
     args = parser.parse_args(argv)
     before = dict(os.environ)
     prepare_environment(args.environment)

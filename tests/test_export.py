@@ -24,17 +24,42 @@ from tests.tiny_run import TinyRun, tiny_run
 
 # Read from SGLang 0.5.23's models/llama_eagle3.py: what load_weights finds a parameter (or the vocabulary map) for.
 KEYS = {
-    "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "midlayer.input_layernorm.weight",
-    "midlayer.hidden_norm.weight", "midlayer.post_attention_layernorm.weight", "midlayer.self_attn.q_proj.weight",
-    "midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight", "midlayer.self_attn.o_proj.weight",
-    "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight",
+    "fc.weight",
+    "norm.weight",
+    "lm_head.weight",
+    "d2t",
+    "t2d",
+    "midlayer.input_layernorm.weight",
+    "midlayer.hidden_norm.weight",
+    "midlayer.post_attention_layernorm.weight",
+    "midlayer.self_attn.q_proj.weight",
+    "midlayer.self_attn.k_proj.weight",
+    "midlayer.self_attn.v_proj.weight",
+    "midlayer.self_attn.o_proj.weight",
+    "midlayer.mlp.gate_proj.weight",
+    "midlayer.mlp.up_proj.weight",
+    "midlayer.mlp.down_proj.weight",
 }
-YARN = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
-        "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
 ROPES = [
     {"rope_type": "default", "rope_theta": 100000.0},
-    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 8192},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     YARN,
     {**YARN, "mscale_all_dim": 0.707},
@@ -59,9 +84,20 @@ def run_export(run: TinyRun, folder: Path, **overrides) -> StageResult:
 
 def random_drafter(tmp_path, *, slots=3, seed=0, **changes) -> tuple[DrafterConfig, dict]:
     """A drafter of H=64 with random weights and norms, as stage 4 writes it."""
-    config = DrafterConfig(**{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-                              "head_dim": 24, "vocab_size": 512, "draft_vocab_size": 128, "max_position_embeddings": 2048,
-                              "num_fc_inputs": slots, **changes})
+    config = DrafterConfig(
+        **{
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "vocab_size": 512,
+            "draft_vocab_size": 128,
+            "max_position_embeddings": 2048,
+            "num_fc_inputs": slots,
+            **changes,
+        }
+    )
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
     model = Drafter(config, ids)
@@ -84,14 +120,33 @@ def test_export_of_a_run(trained, tmp_path):
     other = json.loads((vllm / "config.json").read_text())
     assert other["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4] and other["norm_before_residual"] is False
     assert other["transformer_layer_config"]["num_aux_hidden_states"] == 3 and "auto_map" not in other
-    assert other["speculators_config"]["verifier"] == {"name_or_path": str(trained.target_dir), "architectures": ["LlamaForCausalLM"]}
+    assert other["speculators_config"]["verifier"] == {
+        "name_or_path": str(trained.target_dir),
+        "architectures": ["LlamaForCausalLM"],
+    }
     engines = result.export.engines
-    assert engines["sglang"].ids == [1, 2, 3] and engines["sglang"].proven and engines["sglang"].model_class == "LlamaForCausalLM"
+    assert (
+        engines["sglang"].ids == [1, 2, 3]
+        and engines["sglang"].proven
+        and engines["sglang"].model_class == "LlamaForCausalLM"
+    )
     assert engines["sglang"].capture_points == engines["vllm"].capture_points == [2, 3, 4]
     assert {p.relative_to(tmp_path / "export").as_posix() for p in result.outputs} == {
-        "sglang/config.json", "sglang/model.safetensors", "vllm/config.json", "vllm/model.safetensors", "serving.yaml",
-        "launch_sglang.sh", "launch_vllm.sh"}
-    assert {p.name for p in (tmp_path / "export").iterdir()} == {"sglang", "vllm", "serving.yaml", "launch_sglang.sh", "launch_vllm.sh"}
+        "sglang/config.json",
+        "sglang/model.safetensors",
+        "vllm/config.json",
+        "vllm/model.safetensors",
+        "serving.yaml",
+        "launch_sglang.sh",
+        "launch_vllm.sh",
+    }
+    assert {p.name for p in (tmp_path / "export").iterdir()} == {
+        "sglang",
+        "vllm",
+        "serving.yaml",
+        "launch_sglang.sh",
+        "launch_vllm.sh",
+    }
 
 
 def test_weights_are_the_trained_ones(trained, tmp_path):
@@ -101,7 +156,11 @@ def test_weights_are_the_trained_ones(trained, tmp_path):
         assert torch.equal(exported[name], tensor), name
     run_export(trained, tmp_path / "half", **{"export.engines": ["sglang"], "export.dtype": "bf16"})
     half = load_file(tmp_path / "half" / "sglang" / "model.safetensors")
-    assert half["fc.weight"].dtype == torch.bfloat16 and half["d2t"].dtype == torch.int64 and half["t2d"].dtype == torch.bool
+    assert (
+        half["fc.weight"].dtype == torch.bfloat16
+        and half["d2t"].dtype == torch.int64
+        and half["t2d"].dtype == torch.bool
+    )
     assert json.loads((tmp_path / "half" / "sglang" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -135,18 +194,36 @@ def test_other_slots_than_trained_are_refused(trained, tmp_path):
         read_trained(trained.folder / "train", manifest)
 
 
-@pytest.mark.parametrize("changes", [
-    dict(slots=2), dict(slots=5), dict(fc_norm=True), dict(norm_before_fc=True), dict(norm_output=True),
-    dict(slots=5, fc_norm=True, norm_output=True), dict(draft_vocab_size=512),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(slots=2),
+        dict(slots=5),
+        dict(fc_norm=True),
+        dict(norm_before_fc=True),
+        dict(norm_output=True),
+        dict(slots=5, fc_norm=True, norm_output=True),
+        dict(draft_vocab_size=512),
+    ],
+    ids=str,
+)
 def test_every_shape_is_exported_for_both_engines(trained, tmp_path, changes):
     target, _ = trained.config()
     drafter, weights = random_drafter(tmp_path, **changes)
     layers = [0, 1, 2, 3, 4][: drafter.num_fc_inputs]
     ids, points = derive_sglang_ids(trained.target_dir, layers), derive_vllm_ids(layers, 6)
     write_sglang(tmp_path / "sglang", drafter, weights, ids, dtype="float32", context=2048, target_text=target.text)
-    write_vllm(tmp_path / "vllm", drafter, weights, points, dtype="float32", context=2048, target_text=target.text,
-               verifier=str(trained.target_dir), architecture="LlamaForCausalLM")
+    write_vllm(
+        tmp_path / "vllm",
+        drafter,
+        weights,
+        points,
+        dtype="float32",
+        context=2048,
+        target_text=target.text,
+        verifier=str(trained.target_dir),
+        architecture="LlamaForCausalLM",
+    )
     for engine in ("sglang", "vllm"):
         assert validate(tmp_path / engine, context=2048).problems == []
 
@@ -173,13 +250,17 @@ def speculators_drafts(folder: Path, tokens: torch.Tensor, features: torch.Tenso
     torch.nn.init.constant_(model.embed_tokens.weight, float("nan"))
     model.load_verifier_weights()
     with torch.no_grad():
-        drafts = model.eval()(hidden_states=features[None, :-1], input_ids=tokens[None, 1:],
-                              document_ids=torch.zeros(1, len(tokens) - 1, dtype=torch.long), ttt_steps=steps)
+        drafts = model.eval()(
+            hidden_states=features[None, :-1],
+            input_ids=tokens[None, 1:],
+            document_ids=torch.zeros(1, len(tokens) - 1, dtype=torch.long),
+            ttt_steps=steps,
+        )
     return [d[0] for d in drafts]
 
 
 def trainer_hits(config, weights, tokens, features, target, drafts) -> torch.Tensor:
-    """How many of the drafts the trainer's own unroll makes as well, per step: it counts a hit where the teacher agrees."""
+    """How many of the drafts the trainer's own unroll makes as well: it counts a hit where the teacher agrees."""
     model = Drafter(config, weights["t2d"].nonzero().squeeze(1))
     model.load_state_dict(weights)
     hits = []
@@ -189,8 +270,14 @@ def trainer_hits(config, weights, tokens, features, target, drafts) -> torch.Ten
         argmax[1 + step : 21 + step] = drafts[:, step].int()
         mask = torch.zeros(len(tokens), dtype=torch.bool)
         mask[1 : 22 + step] = True  # rows 0 … 19 are gated at this step
-        batch = PackedBatch(input_ids=tokens, features=features, final_hidden=torch.randn(len(tokens), 64), loss_mask=mask,
-                            teacher_argmax=argmax, sample_lengths=torch.tensor([len(tokens)]))
+        batch = PackedBatch(
+            input_ids=tokens,
+            features=features,
+            final_hidden=torch.randn(len(tokens), 64),
+            loss_mask=mask,
+            teacher_argmax=argmax,
+            sample_lengths=torch.tensor([len(tokens)]),
+        )
         frozen = FrozenTarget(load_embedding(target), load_output_head(target, weights["t2d"].nonzero().squeeze(1)))
         with torch.no_grad():
             hits.append(int(model.forward_ttt(batch, frozen, 3).metrics["hits"][step]))
@@ -206,7 +293,9 @@ def test_sglang_rotates_the_exported_drafter_as_the_trainer_does(trained, tmp_pa
     assert validate(tmp_path / "d", context=131072).problems == []
     check_rope(drafter, tmp_path / "d")
     with pytest.raises(PipelineError, match="rotates"):
-        check_rope(dataclasses.replace(drafter, rope_parameters={**rope, "rope_theta": 2 * rope["rope_theta"]}), tmp_path / "d")
+        check_rope(
+            dataclasses.replace(drafter, rope_parameters={**rope, "rope_theta": 2 * rope["rope_theta"]}), tmp_path / "d"
+        )
 
 
 def test_deepseek_ids_are_capture_points(trained, tmp_path):

@@ -27,7 +27,9 @@ def exported(tmp_path_factory) -> TinyRun:
 
 def test_replayed_accuracy_is_the_trainers(exported):
     target, config = exported.config()
-    result, problems = replay_check(config, target, exported.manifest, exported.folder, exported.folder / "export" / "sglang")
+    result, problems = replay_check(
+        config, target, exported.manifest, exported.folder, exported.folder / "export" / "sglang"
+    )
     assert problems == []
     assert result["replayed_accuracy"] == pytest.approx(result["trainer_accuracy"], abs=1e-9)
     assert result["tau_row_replayed@3"] == pytest.approx(result["tau_row_trainer@3"], abs=1e-9)
@@ -35,8 +37,8 @@ def test_replayed_accuracy_is_the_trainers(exported):
 
 @pytest.mark.parametrize("what", ["weights", "embedding", "slots", "rope"])
 def test_replay_notices_a_wrong_export(exported, what):
-    """On the training samples, where the drafter is good enough for a fault to show. (A random target's drafter hardly uses
-    embedding and positions, so that there only the counts differ.)"""
+    """On the training samples, where the drafter is good enough for a fault to show. (A random target's drafter hardly
+    uses embedding and positions, so that there only the counts differ.)"""
     target, _ = exported.config()
     manifest = exported.manifest
     samples = list(_samples(target, manifest, exported.folder, "train"))
@@ -82,12 +84,14 @@ def test_rows_do_not_see_the_future(exported):
     changed[4:] = 7.0
     later = ids.clone()
     later[5:] = 1
-    assert torch.equal(drafter.draft(ids, features, row, 3, forced=False), drafter.draft(later, changed, row, 3, forced=False))
+    assert torch.equal(
+        drafter.draft(ids, features, row, 3, forced=False), drafter.draft(later, changed, row, 3, forced=False)
+    )
 
 
 def test_gate_on_two_turns():
     #            user     assistant  user  assistant
-    generated = [0, 0, 0, 1, 1, 1,   0, 0, 1, 1]
+    generated = [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
     assert gated_rows(generated, 0) == [2, 3, 7]  # row 2 reads the first response token (3) and predicts the second (4)
     assert gated_rows(generated, 1) == [2]
     assert gated_rows(generated, 2) == []
@@ -96,12 +100,16 @@ def test_gate_on_two_turns():
 def test_walk_by_hand():
     """Prompt 10 11 12, output 1 2 3 4 5 6, end of turn 6; then the target would say 7 8 9."""
     sequence = [10, 11, 12, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-    drafts = torch.tensor([[2, 3, 0],    # row 2 reads token 1: two accepted, the bonus token is 4
-                           [0, 0, 0],    # rows 3 and 4 are never drafted from
-                           [0, 0, 0],
-                           [0, 6, 7],    # row 5 reads token 4: nothing accepted, the bonus token is 5
-                           [6, 7, 8],    # row 6 reads token 5: three accepted, of which one is inside the output
-                           [0, 0, 0]])
+    drafts = torch.tensor(
+        [
+            [2, 3, 0],  # row 2 reads token 1: two accepted, the bonus token is 4
+            [0, 0, 0],  # rows 3 and 4 are never drafted from
+            [0, 0, 0],
+            [0, 6, 7],  # row 5 reads token 4: nothing accepted, the bonus token is 5
+            [6, 7, 8],  # row 6 reads token 5: three accepted, of which one is inside the output
+            [0, 0, 0],
+        ]
+    )
     found = walk(drafts, sequence, first_row=2, end=8)
     assert found.accepted == [2, 0, 3] and found.clipped == [2, 0, 1] and found.cycles == 3
     assert tau(found.accepted) == 1 + 5 / 3 and tau([]) == 1.0
@@ -120,24 +128,35 @@ def test_walk_against_an_engine_loop(length, steps, random):
     drafts = torch.tensor([[random.randint(0, 1) for _ in range(steps)] for _ in range(length)])
     output, verifications, correct = truth[:1], 0, 0
     while len(output) < length:
-        draft, true = drafts[len(output) - 1].tolist(), truth[len(output):]
+        draft, true = drafts[len(output) - 1].tolist(), truth[len(output) :]
         a = next((n for n in range(steps) if draft[n] != true[n]), steps)
         verifications, correct = verifications + 1, correct + a
         output += true[: a + 1]
     found = walk(drafts, sequence, first_row=1, end=1 + length)
     assert (found.cycles, sum(found.accepted)) == (verifications, correct)
-    assert sum(found.clipped) + found.cycles >= length - 1 and all(c <= a for c, a in zip(found.clipped, found.accepted))
+    assert sum(found.clipped) + found.cycles >= length - 1 and all(
+        c <= a for c, a in zip(found.clipped, found.accepted)
+    )
 
 
 def test_compare_with_the_engines_counters():
     sequence = [10, 11, 1, 2, 3, 4, 5, 6]
     found = walk(torch.tensor([[2, 3, 0], [0, 0, 0], [0, 0, 0]]), sequence, first_row=1, end=4)
-    request = Served(prompt=[10, 11], output=[1, 2, 3], plain=[1, 2, 3], beyond=[4, 5, 6], verifications=1, correct=2,
-                     histogram=[0, 0, 1, 0])
+    request = Served(
+        prompt=[10, 11],
+        output=[1, 2, 3],
+        plain=[1, 2, 3],
+        beyond=[4, 5, 6],
+        verifications=1,
+        correct=2,
+        histogram=[0, 0, 1, 0],
+    )
     same = compare([request], [found])
     assert same["counters_identical"] and same["tau_engine"] == same["tau_replayed"] == 3.0
     other = compare([Served(**{**request.__dict__, "correct": 1, "histogram": [0, 1]})], [found])
-    assert not other["counters_identical"] and other["tau_engine"] == 2.0 and other["requests_with_other_counters"] == [0]
+    assert (
+        not other["counters_identical"] and other["tau_engine"] == 2.0 and other["requests_with_other_counters"] == [0]
+    )
 
 
 def test_the_last_answer_is_served():

@@ -16,17 +16,42 @@ from tests.tiny_run import tiny_config
 
 def setting(tmp_path, *, mla=False, **overrides):
     """(config, target, manifest, record) of a run that exported both engines, without weights."""
-    facts = TargetRecord(path="org/model", architecture="LlamaForCausalLM", num_layers=8, hidden_size=64, vocab_size=512,
-                         dtype="bfloat16", config_sha256="", tokenizer_sha256="", chat_template_sha256="")
+    facts = TargetRecord(
+        path="org/model",
+        architecture="LlamaForCausalLM",
+        num_layers=8,
+        hidden_size=64,
+        vocab_size=512,
+        dtype="bfloat16",
+        config_sha256="",
+        tokenizer_sha256="",
+        chat_template_sha256="",
+    )
     text = SimpleNamespace(kv_lora_rank=16) if mla else SimpleNamespace()
     hf = SimpleNamespace(get_text_config=lambda: text)
-    target = Target(path=tmp_path, config=hf, record=facts, dtype="bfloat16",
-                    trust_remote_code=overrides.get("target.trust_remote_code", False))
+    target = Target(
+        path=tmp_path,
+        config=hf,
+        record=facts,
+        dtype="bfloat16",
+        trust_remote_code=overrides.get("target.trust_remote_code", False),
+    )
     config = tiny_config("org/model", tmp_path, **overrides)
-    record = ExportRecord(engines={
-        "sglang": EngineExport(version="0.5.23", ids=[1, 3, 5], capture_points=[2, 4, 6], model_class="LlamaForCausalLM",
-                               rule_source="here", proven=True),
-        "vllm": EngineExport(version="not asked", ids=[2, 4, 6], capture_points=[2, 4, 6], rule_source="there", proven=False)})
+    record = ExportRecord(
+        engines={
+            "sglang": EngineExport(
+                version="0.5.23",
+                ids=[1, 3, 5],
+                capture_points=[2, 4, 6],
+                model_class="LlamaForCausalLM",
+                rule_source="here",
+                proven=True,
+            ),
+            "vllm": EngineExport(
+                version="not asked", ids=[2, 4, 6], capture_points=[2, 4, 6], rule_source="there", proven=False
+            ),
+        }
+    )
     return config, target, Manifest(run="r", target=facts, slots=bind_slots([1, 3, 5], 64)), record
 
 
@@ -47,10 +72,20 @@ def parsed(words: list[str]):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_sglang_understands_every_flag(tmp_path, device):
-    config, target, *_ = setting(tmp_path, **{"target.tp_size": 8, "export.draft_steps": 5, "export.topk": 4,
-                                              "export.draft_tokens": 16, "export.served_context": 4096,
-                                              "dump.mem_fraction_static": 0.8, "target.quantization": "fp8",
-                                              "target.trust_remote_code": True, "target.revision": "abc"})
+    config, target, *_ = setting(
+        tmp_path,
+        **{
+            "target.tp_size": 8,
+            "export.draft_steps": 5,
+            "export.topk": 4,
+            "export.draft_tokens": 16,
+            "export.served_context": 4096,
+            "dump.mem_fraction_static": 0.8,
+            "target.quantization": "fp8",
+            "target.trust_remote_code": True,
+            "target.revision": "abc",
+        },
+    )
     args = parsed(sglang_command(config, target, device=device, model="org/model", draft="./sglang"))
     assert (args.speculative_algorithm, args.speculative_draft_model_path) == ("EAGLE3", "./sglang")
     assert (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens) == (5, 4, 16)
@@ -65,7 +100,9 @@ def test_sglang_understands_every_flag(tmp_path, device):
 def test_nothing_is_trusted_or_quantized_unasked(tmp_path):
     config, target, *_ = setting(tmp_path)
     line = sglang_command(config, target, device="cuda", model="m", draft="d")
-    assert not {"--trust-remote-code", "--quantization", "--speculative-draft-model-quantization", "--revision"} & set(line)
+    assert not {"--trust-remote-code", "--quantization", "--speculative-draft-model-quantization", "--revision"} & set(
+        line
+    )
     assert "--trust-remote-code" not in vllm_command(config, target, model="m", draft="d")
 
 
@@ -81,8 +118,12 @@ def test_draft_attention_backends_exist_in_the_installed_sglang():
 def test_serving_yaml_names_every_wire(tmp_path):
     write_serving(tmp_path, *setting(tmp_path), {}, device="cuda")
     found = yaml.safe_load((tmp_path / "serving.yaml").read_text())
-    assert found["wiring"] == {"fc.0": "layer output 1", "fc.1": "layer output 3", "fc.2": "layer output 5",
-                               "teacher": "final hidden, post-norm"}
+    assert found["wiring"] == {
+        "fc.0": "layer output 1",
+        "fc.1": "layer output 3",
+        "fc.2": "layer output 5",
+        "teacher": "final hidden, post-norm",
+    }
     assert found["engines"]["sglang"]["ids"] == found["engines"]["sglang"]["layer_outputs"] == [1, 3, 5]
     assert found["engines"]["vllm"]["ids"] == [2, 4, 6] and found["engines"]["vllm"]["layer_outputs"] == [1, 3, 5]
     assert found["engines"]["sglang"]["derived"]["rule_source"] == "here"
@@ -103,11 +144,22 @@ def words_started(script, tmp_path, *extra: str, compute_cap: str = "9.0", **env
     """Run a launch script with stand-ins for python, vllm and nvidia-smi that print what they are started with."""
     tools = tmp_path / "tools"
     tools.mkdir(exist_ok=True)
-    for name, body in (("show", 'printf "%s\\n" "$@"'), ("vllm", 'printf "%s\\n" vllm "$@"'), ("nvidia-smi", f"echo {compute_cap}")):
+    for name, body in (
+        ("show", 'printf "%s\\n" "$@"'),
+        ("vllm", 'printf "%s\\n" vllm "$@"'),
+        ("nvidia-smi", f"echo {compute_cap}"),
+    ):
         (tools / name).write_text(f"#!/bin/sh\n{body}\n")
         (tools / name).chmod(0o755)
-    done = subprocess.run([str(script), *extra], cwd="/", capture_output=True, text=True, check=True, timeout=30,
-                          env={"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": str(tools / "show"), **env})
+    done = subprocess.run(
+        [str(script), *extra],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+        env={"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": str(tools / "show"), **env},
+    )
     return done.stdout.splitlines()
 
 
@@ -118,7 +170,10 @@ def test_scripts_start_the_engines_from_anywhere(tmp_path):
     args = parsed(["python", *words])
     assert (args.model_path, args.speculative_draft_model_path, args.port) == ("org/model", f"{folder}/sglang", 30001)
     assert "--speculative-draft-attention-backend" not in words
-    assert parsed(["python", *words_started(folder / "launch_sglang.sh", tmp_path, TARGET="/models/x y")]).model_path == "/models/x y"
+    assert (
+        parsed(["python", *words_started(folder / "launch_sglang.sh", tmp_path, TARGET="/models/x y")]).model_path
+        == "/models/x y"
+    )
     words = words_started(folder / "launch_vllm.sh", tmp_path)
     assert words[:3] == ["vllm", "serve", "org/model"]
     speculative = json.loads(words[words.index("--speculative-config") + 1])
@@ -127,7 +182,9 @@ def test_scripts_start_the_engines_from_anywhere(tmp_path):
         assert "set -euo pipefail" in (folder / f"launch_{name}.sh").read_text()
 
 
-@pytest.mark.parametrize("compute_cap, backend", [("9.0", "fa3"), ("10.0", "trtllm_mha"), ("12.0", "flashinfer"), ("8.9", "flashinfer")])
+@pytest.mark.parametrize(
+    "compute_cap, backend", [("9.0", "fa3"), ("10.0", "trtllm_mha"), ("12.0", "flashinfer"), ("8.9", "flashinfer")]
+)
 def test_mla_targets_get_a_draft_attention_backend_of_their_gpu(tmp_path, compute_cap, backend):
     """sglang 23490: the drafter cannot run on the latent-attention backend that it would inherit."""
     write_serving(tmp_path, *setting(tmp_path, mla=True), {}, device="cuda")
