@@ -6,7 +6,8 @@ file and the engine agree on is therefore not agreed by sharing code.
 
 Rows as the engine has them: row i holds the target's hidden states at token i, reads the embedding of token i+1, stands
 at rope position i and drafts token i+2. Draft step j reads the token before it and attends to the rows 0 … i, whose
-keys always come from the target's hidden states (the engine writes them anew after each verification), and to its own steps.
+keys always come from the target's hidden states (the engine writes them anew after each verification), and to its own
+steps.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
 """The replay: its forward against the trainer's, its walk against hand-worked and brute-force ones."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from pipeline.errors import PipelineError
 from pipeline.export import export
 from pipeline.replay import ExportedDrafter, gated_rows, tau, teacher_forced_accuracy, walk
 from pipeline.samples import Sample
 from pipeline.serve_check import Served, compare, last_answer
 from pipeline.target import load_embedding
-from pipeline.verify import _samples, replay_check
+from pipeline.verify import _samples, replay_check, verify
 from tests.tiny_run import TinyRun, tiny_run
 
 
@@ -56,6 +61,27 @@ def test_replay_notices_a_wrong_export(exported, what):
     assert right.rows == wrong.rows and (right.hits, right.prefix) != (wrong.hits, wrong.prefix)
     if what in ("weights", "slots"):
         assert right.tau_row(3) > 1.3 and wrong.tau_row(3) < right.tau_row(3) - 0.05
+
+
+def test_verify_writes_what_it_found_and_refuses_a_fault(exported, tmp_path):
+    target, config = exported.config(**{"verify.checks": ["replay"]})
+    run = tmp_path / "run"
+    shutil.copytree(exported.folder, run)
+    result = verify(config, target, exported.manifest, run, run / "verify")
+    found = json.loads((run / "verify" / "verify.json").read_text())
+    assert found["problems"] == [] and result.outputs == [run / "verify" / "verify.json"]
+    assert result.metrics["replayed_accuracy"] == found["checks"]["replay"]["replayed_accuracy"]
+
+    path = run / "export" / "sglang" / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"].roll(1, 0)}, path)  # fit in form, wrong in content
+    with pytest.raises(PipelineError, match="did not pass"):
+        verify(config, target, exported.manifest, run, run / "verify")
+    assert json.loads((run / "verify" / "verify.json").read_text())["problems"]
+
+    save_file(weights | {"d2t": weights["d2t"] + 1}, path)
+    with pytest.raises(PipelineError, match="not fit to serve"):
+        verify(config, target, exported.manifest, run, run / "verify")
 
 
 def test_free_running_drafts_equal_forced_ones_along_the_accepted_prefix(exported):

@@ -89,7 +89,12 @@ def test_sglang_understands_every_flag(tmp_path, device):
     args = parsed(sglang_command(config, target, device=device, model="org/model", draft="./sglang"))
     assert (args.speculative_algorithm, args.speculative_draft_model_path) == ("EAGLE3", "./sglang")
     assert (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens) == (5, 4, 16)
-    assert (args.model_path, args.revision, args.dtype, args.tp_size) == ("org/model", "abc", "bfloat16", 8)
+    assert (args.model_path, args.revision, args.dtype, args.tp_size) == (
+        "org/model",
+        "abc",
+        "bfloat16",
+        8 if device == "cuda" else 1,
+    )
     assert (args.host, args.port, args.trust_remote_code, args.device) == ("127.0.0.1", 30000, True, device)
     assert (args.context_length, args.mem_fraction_static) == (4096, 0.8)
     # the drafter was trained unquantized and would inherit the target's quantization
