@@ -132,9 +132,10 @@ def test_fingerprints_are_those_of_the_rows(llama, tmp_path):
     assert found.row_norm_std == pytest.approx(norms.var(correction=0).sqrt().item(), rel=1e-4)
 
 
-def test_dtype_is_the_stored_one(llama, tmp_path):
+def test_dtype_is_the_stored_one_and_probes_can_be_left_out(llama, tmp_path):
     make_run(llama, tmp_path, random_samples([10, 11]))
-    record = dump_with_transformers(llama, tmp_path, "dump.dtype=bf16").dump
+    record = dump_with_transformers(llama, tmp_path, "dump.dtype=bf16", "dump.probe_samples=0").dump
+    assert load_file(tmp_path / "test" / "dump" / "probes.safetensors") == {} and record.fingerprints == {}
     store = HiddenStore(shard_paths(tmp_path / "test" / "dump"))
     assert record.dtype == "bfloat16" and store.rows(store.samples[0], "final_hidden").dtype == torch.bfloat16
 
