@@ -105,6 +105,12 @@ def save_safetensors(path: Path, tensors: dict, metadata: dict[str, str] | None 
 
     with atomic_path(path) as tmp:
         save_file(tensors, tmp, metadata=metadata)
+        os.chmod(tmp, 0o666 & ~_umask())  # safetensors makes files that only their owner can read
+
+
+def _umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
 
 
 def sha256_file(path: Path, *, chunk: int = 1 << 22) -> str:

@@ -116,9 +116,10 @@ def sglang_classes() -> Mapping[str, type]:
         from pipeline.engine import prepare_environment
 
         prepare_environment("cpu")
-    registry_log = logging.getLogger("sglang.srt.models.registry")
-    level = registry_log.level
-    registry_log.setLevel(logging.ERROR)
+    logs = [logging.getLogger(name) for name in ("sglang.srt.models.registry", "sglang.kernels.jit.utils.arch")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -128,7 +129,8 @@ def sglang_classes() -> Mapping[str, type]:
             f"SGLang cannot be imported, so it cannot be asked for its layer ids: {e}", field="sglang", fix="make install"
         ) from e
     finally:
-        registry_log.setLevel(level)
+        for log, level in zip(logs, levels):
+            log.setLevel(level)
     return {name: ModelRegistry.resolve_model_cls(name)[0] for name in sorted(ModelRegistry.get_supported_archs())}
 
 

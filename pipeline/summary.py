@@ -32,24 +32,22 @@ def _target(m: Manifest) -> str:
 def _data(m: Manifest) -> str:
     lines = []
     if (s := m.stages.get("prompts")) is not None:
-        lines.append("Samples     " + _counts(s.counts))
+        c = s.counts
+        skipped = "".join(f", {v:,} {k.removeprefix('skipped_').replace('_', ' ')}" for k, v in c.items()
+                          if k.startswith("skipped_") and v)
+        lines.append(f"Samples     {c.get('kept', 0):,} of {c.get('read', 0):,} conversations "
+                     f"({c.get('train_samples', 0):,} to train on, {c.get('heldout_samples', 0):,} held out{skipped}); "
+                     f"{c.get('tokens', 0):,} tokens, {c.get('trained_tokens', 0):,} of them trained")
     if (s := m.stages.get("dump")) is not None:
-        lines.append("Hidden      " + _counts(s.counts))
+        c = s.counts
+        lines.append(f"Hidden      {c['samples']:,} samples, {c['tokens']:,} tokens in {c['shards']} shards, "
+                     f"{c['bytes'] / 2**30:.2f} GiB; {c['quarantined']} quarantined")
     if (s := m.stages.get("standardize")) is not None:
-        lines.append("Vocabulary  " + _counts(s.counts) + _metrics(s.metrics))
+        share = {k: f"{v:.1%}" for k, v in s.metrics.items() if isinstance(v, float)}
+        lines.append(f"Vocabulary  {s.counts['draft_vocab']:,} of {m.target.vocab_size:,} tokens; covers "
+                     f"{share.get('train_token_coverage')} of the trained tokens, {share.get('heldout_token_coverage')} "
+                     "of the held-out ones")
     return "\n".join(lines)
-
-
-def _counts(counts: dict) -> str:
-    return ", ".join(f"{_number(v)} {k.replace('_', ' ')}" for k, v in counts.items() if v or k in ("samples", "kept"))
-
-
-def _metrics(metrics: dict) -> str:
-    return "".join(f", {k.replace('_', ' ')} {_number(v)}" for k, v in metrics.items() if isinstance(v, (int, float)))
-
-
-def _number(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _wiring(m: Manifest) -> str:

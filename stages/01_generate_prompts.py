@@ -12,7 +12,10 @@ from pipeline.config import section
 
 
 def depends_on(config, manifest):
-    return {"context_length": config.target.context_length, **section(config, "prompts")}
+    from pipeline.prompts.sources import fingerprint
+
+    return {"context_length": config.target.context_length, "source_sha256": fingerprint(config.prompts.source),
+            **section(config, "prompts")}
 
 
 def work(config, target, manifest, run_dir, folder):

@@ -46,8 +46,11 @@ def _run(name: str, config: Config, depends_on: Callable, work: Callable) -> Non
     # Before anything imports transformers or SGLang.
     device = resolve_device(config.device)
     prepare_environment(device, threads=config.threads)
+    from transformers.utils import logging
+
     from pipeline.target import open_target
 
+    logging.disable_progress_bar()  # the stages have their own
     target, config = open_target(config)
     run_dir = Path(config.run.root) / config.run.name
     if not ranks.is_main_process():
