@@ -45,6 +45,19 @@ class EngineProcess:
 
     def start(self, arguments: dict[str, Any]) -> Any:
         """Construct and return the engine. On any exception `stop` must still be called."""
+        with _output_to(self.log), _keep_root_logger():
+            self.llm = llm = self._engine_class()(custom_sigquit_handler=raise_engine_died, **arguments)
+            # The first request would put handlers into the event loop that kill this process, and that an idle loop
+            # never calls: let it happen now and take them out again.
+            llm.loop.run_until_complete(_call(llm.tokenizer_manager.auto_create_handle_loop))
+            llm.loop.remove_signal_handler(signal.SIGTERM)
+            llm.loop.remove_signal_handler(signal.SIGQUIT)
+        signal.signal(signal.SIGTERM, self._signals[signal.SIGTERM])
+        signal.signal(signal.SIGQUIT, raise_engine_died)
+        logging.getLogger("sglang").setLevel(logging.WARNING)
+        return llm
+
+    def _engine_class(self) -> type:
         from sglang.srt.entrypoints import engine as sglang_engine
 
         owner = self
@@ -58,18 +71,7 @@ class EngineProcess:
                 finally:
                     sglang_engine.kill_process_tree = kill_process_tree
 
-        with _output_to(self.log), _keep_root_logger():
-            llm = Engine(custom_sigquit_handler=raise_engine_died, **arguments)
-            self.llm = llm
-            # The first request would put handlers into the event loop that kill this process, and that an idle loop
-            # never calls: let it happen now and take them out again.
-            llm.loop.run_until_complete(_call(llm.tokenizer_manager.auto_create_handle_loop))
-            llm.loop.remove_signal_handler(signal.SIGTERM)
-            llm.loop.remove_signal_handler(signal.SIGQUIT)
-        signal.signal(signal.SIGTERM, self._signals[signal.SIGTERM])
-        signal.signal(signal.SIGQUIT, raise_engine_died)
-        logging.getLogger("sglang").setLevel(logging.WARNING)
-        return llm
+        return Engine
 
     def stop(self) -> None:
         """End the engine's processes and give the signals back. Safe to call at any point of a start that failed."""

@@ -119,6 +119,9 @@ def tiny_deepseek_v3(
         topk_group=1,
         first_k_dense_replace=1,
         routed_scaling_factor=1.0,
+        moe_layer_freq=1,  # this and the next two are in the released config.json; SGLang reads them, transformers not
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
         kv_lora_rank=32,
         q_lora_rank=32,
         qk_rope_head_dim=16,
