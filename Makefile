@@ -23,11 +23,11 @@ HAVE_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 1)
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 PY := $(VENV)/bin/python
 STAGE_ARGS = run.name=$(RUN) gpus=$(GPUS) $(ARGS)
-# train uses one process per GPU
+# train uses one process per GPU (--multi_gpu means one process per rank; without a GPU the stage itself asks for the CPU)
 ifeq ($(GPUS),1)
 TRAIN := $(PY)
 else
-TRAIN := $(VENV)/bin/accelerate launch $(if $(HAVE_GPU),--multi_gpu,--cpu) --num_machines 1 --num_processes $(GPUS) \
+TRAIN := $(VENV)/bin/accelerate launch --multi_gpu --num_machines 1 --num_processes $(GPUS) \
          --mixed_precision no --dynamo_backend no
 endif
 
