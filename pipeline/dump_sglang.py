@@ -26,6 +26,7 @@ from pipeline.layer_ids import EngineIds, derive_sglang_ids
 from pipeline.samples import Sample
 
 _IN_FLIGHT = 2  # times max_running_requests: while one batch runs the next one waits in the engine
+_RESERVED_TOKENS = 8  # SGLang refuses inputs that come within 6 tokens of its context length (managers/tp_worker.py)
 _POLL_SECONDS = 0.2
 
 
@@ -45,7 +46,7 @@ def run(job: Job) -> Backend:
     options = dict(
         device=device, dtype=plan.dtype, force_version=config.dump.allow_untested_engine,
         tp_size=(config.gpus if config.gpus > 1 else config.target.tp_size) if device == "cuda" else 1,
-        context_length=min(config.target.context_length + 1, config.target.max_position_embeddings),
+        context_length=min(config.target.context_length + _RESERVED_TOKENS, config.target.max_position_embeddings),
         max_total_tokens=None if device == "cuda" else max(16384, 2 * config.target.context_length),
         chunked_prefill_size=config.dump.chunked_prefill_size, capture_ids=ids.ids,
         quantization=config.target.quantization, trust_remote_code=target.trust_remote_code,
