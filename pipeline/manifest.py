@@ -42,7 +42,8 @@ class FileRecord(Strict):
     @classmethod
     def of(cls, run_dir: Path, path: Path) -> FileRecord:
         stat = os.stat(path)
-        relative = Path(path).resolve().relative_to(Path(run_dir).resolve()).as_posix()
+        # Not resolve(): a stage's folder may be a link to another disk.
+        relative = Path(os.path.abspath(path)).relative_to(os.path.abspath(run_dir)).as_posix()
         return cls(path=relative, size=stat.st_size, mtime_ns=stat.st_mtime_ns, sha256=sha256_file(path))
 
     def problem(self, run_dir: Path, *, full: bool = False) -> str | None:
@@ -166,8 +167,11 @@ class StageRecord(Strict):
     finished_at: str
 
     def digest(self) -> str:
-        """Hash of what the stage wrote; a later stage keeps it to notice that its input was redone."""
-        return sha256_json(sorted((f.path, f.sha256) for f in self.outputs))
+        """Hash of what the stage did; a later stage keeps it to notice that its input was redone.
+
+        The configuration is part of it: slots can be re-bound without a byte of any file changing.
+        """
+        return sha256_json([self.config_sha256, sorted((f.path, f.sha256) for f in self.outputs)])
 
 
 class Manifest(Strict):

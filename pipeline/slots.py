@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.config import Config
 from pipeline.errors import PipelineError
 from pipeline.layer_ids import check_layers, default_layers
-from pipeline.manifest import Manifest
+from pipeline.manifest import Manifest, Slot, bind_slots
 
 
 def layers_to_dump(config: Config, manifest: Manifest | None) -> tuple[list[int], list[int]]:
@@ -37,6 +37,15 @@ def layers_to_bind(config: Config, manifest: Manifest) -> list[int]:
     return asked
 
 
+def rebound(manifest: Manifest, layers: list[int]) -> dict[str, Slot]:
+    """Slots for other dumped layers; what is known of a dumped tensor, and how the teacher was dumped, stays."""
+    slots = bind_slots(layers, manifest.target.hidden_size)
+    known = {slot.tensor: slot.equals_transformers for slot in manifest.slots.values()}
+    for slot in slots.values():
+        slot.equals_transformers = known.get(slot.tensor)
+    return slots | {"teacher": manifest.slots["teacher"]}
+
+
 def check_bound(config: Config, manifest: Manifest) -> None:
     """Refuse `slots.layers` that differ from what the run's slots hold (train, export, verify)."""
     asked = config.slots.layers
@@ -44,6 +53,14 @@ def check_bound(config: Config, manifest: Manifest) -> None:
         dumped = manifest.dump.layers if manifest.dump else []
         stage = "standardize" if set(asked) <= set(dumped) else "dump"
         raise _mismatch(asked, manifest, "the run's slots are bound to other layers", stage)
+
+
+def check_trained(manifest: Manifest) -> None:
+    """Refuse to export or verify a drafter that was trained on other layers than the slots hold now."""
+    trained = manifest.stages["train"].config["layers"]
+    if trained != manifest.fc_layers():
+        raise PipelineError(f"the drafter was trained on layer outputs {trained}, the slots hold {manifest.fc_layers()} now",
+                            field="stages.train.config.layers", value=trained, fix=f"make train RUN={manifest.run}")
 
 
 def _mismatch(asked: list[int], manifest: Manifest, what: str, stage: str) -> PipelineError:

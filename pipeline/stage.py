@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.errors import PipelineError
 from pipeline.files import clear_disk_errors, make_dir, remove_leftovers, sha256_json, write_text
-from pipeline.manifest import (STAGES, DumpRecord, ExportRecord, FileRecord, Manifest, Slot, StageName, StageRecord,
+from pipeline.manifest import (DumpRecord, ExportRecord, FileRecord, Manifest, Slot, StageName, StageRecord,
                                TargetRecord, load_manifest, save_manifest)
 
 # What each stage reads. verify also reads the samples and hidden states it replays.
@@ -45,7 +45,7 @@ class StageResult:
 
 def run_stage(name: StageName, run_dir: Path, *, target: TargetRecord, config: dict, seed: int,
               work: Callable[[Manifest, Path], StageResult], force: bool = False,
-              full_check: bool = False) -> Manifest:
+              full_check: bool = False, when_current: Callable[[Manifest], bool] | None = None) -> Manifest:
     """Run one stage unless its inputs and configuration are unchanged and its outputs are complete.
 
     Args:
@@ -54,8 +54,9 @@ def run_stage(name: StageName, run_dir: Path, *, target: TargetRecord, config: d
         config: the resolved part of the configuration this stage depends on (plain JSON values).
         work: does the work, given the manifest of the finished earlier stages and the stage's folder
             `runs/<name>/<stage>/`. What lies in that folder was left by an interrupted run of the same configuration
-            on the same inputs, so it can be resumed from; anything else has been cleared away.
+            on the same inputs, so it can be resumed from; anything else is gone from it.
         full_check: compare checksums of all input files instead of size and mtime.
+        when_current: called instead of `work` if there is nothing to do; may change the manifest, and then returns True.
 
     Raises:
         PipelineError: an input is missing, altered or of another target; the run is in use; the folder is not writable.
@@ -69,9 +70,12 @@ def run_stage(name: StageName, run_dir: Path, *, target: TargetRecord, config: d
         record = manifest.stages.get(name)
         if record and not force and _is_current(record, config_sha256, inputs, run_dir, full_check):
             print(f"{name}: up to date ({len(record.outputs)} files, made {record.finished_at}); force=true redoes it")
+            if when_current is not None and when_current(manifest):
+                save_manifest(run_dir, manifest)
             return manifest
         remove_leftovers(run_dir)
-        folder = _stage_folder(run_dir, name, plan=sha256_json([config_sha256, inputs]), clear=force)
+        folder = _stage_folder(run_dir, name, record, plan=sha256_json([config_sha256, inputs]), force=force,
+                               full_check=full_check)
         started = time.monotonic()
         # From here on the old outputs may be overwritten, so the old record no longer holds: a crash must not leave it.
         if record:
@@ -91,21 +95,62 @@ def run_stage(name: StageName, run_dir: Path, *, target: TargetRecord, config: d
             finished_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         )
         save_manifest(run_dir, manifest)
+        _remove(_aside(run_dir, name))
         return manifest
 
 
-def _stage_folder(run_dir: Path, name: str, *, plan: str, clear: bool) -> Path:
-    """The stage's folder, emptied unless it was left by an interrupted run of the same plan."""
-    folder, marker = run_dir / name, run_dir / name / ".plan"
+def _stage_folder(run_dir: Path, name: str, record: StageRecord | None, *, plan: str, force: bool,
+                  full_check: bool) -> Path:
+    """The stage's folder, holding nothing but what an interrupted run of the same plan left.
+
+    Finished work of another plan is put aside until the stage has finished anew, so that a command that is refused (no
+    room, an engine that does not start) or a slip of the keyboard costs nothing; `force` deletes it at once.
+    """
+    folder, aside = run_dir / name, _aside(run_dir, name)
     with clear_disk_errors(folder):
-        left_by_same_plan = marker.is_file() and marker.read_text() == plan
-        if folder.exists() and (clear or not left_by_same_plan):
-            shutil.rmtree(folder)
+        if force and record:  # without a record this is the same `force=true` command going on
+            _clear(folder)
+        elif record and folder.exists() and _plan_of(folder) != plan:
+            _remove(aside)
+            os.replace(folder, aside)
+            print(f"{name}: what {folder} holds was made with other settings or inputs; it is kept in {aside} until the "
+                  "stage has finished anew", flush=True)
+        elif _plan_of(folder) != plan:
+            _clear(folder)
+            if _plan_of(aside) == plan:  # back to the settings before
+                _remove(folder)
+                os.replace(aside, folder)
+        make_dir(folder)
         remove_leftovers(folder)
-    make_dir(folder)
-    if not marker.is_file():
-        write_text(marker, plan)
+        for output in record.outputs if record else []:  # resuming must not take a damaged file for a finished one
+            path = run_dir / output.path
+            if path.exists() and output.problem(run_dir, full=full_check):
+                path.unlink()
+    write_text(folder / ".plan", plan)
     return folder
+
+
+def _clear(folder: Path) -> None:
+    """Remove what is in a folder, but not the folder: it can be a link to another disk."""
+    for path in folder.iterdir() if folder.exists() else []:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _remove(folder: Path) -> None:
+    _clear(folder)
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        folder.rmdir()
+
+
+def _plan_of(folder: Path) -> str | None:
+    marker = folder / ".plan"
+    return marker.read_text() if marker.is_file() else None
+
+
+def _aside(run_dir: Path, name: str) -> Path:
+    return run_dir / f".replaced-{name}"
 
 
 def check_target(manifest: Manifest, target: TargetRecord, run_dir: Path, stage: str) -> None:
@@ -128,6 +173,11 @@ def _checked_input(manifest: Manifest, run_dir: Path, upstream: str, stage: str,
     for f in record.outputs:
         if (problem := f.problem(run_dir, full=full)) is not None:
             raise PipelineError(f"{run_dir / f.path} {problem}", field=f"stages.{upstream}.outputs: {f.path}", fix=fix)
+    for source, digest in record.inputs.items():
+        now = manifest.stages.get(source)
+        if now is None or now.digest() != digest:
+            raise PipelineError(f"stage {upstream} was made from another {source} than {run_dir} holds now",
+                                field=f"stages.{upstream}.inputs.{source}", value=digest[:12], fix=fix)
     return record.digest()
 
 
@@ -167,8 +217,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return out.stdout.strip() if out.returncode == 0 else None
-
-
-def downstream_of(name: str) -> list[str]:
-    """Stages that read what `name` writes, in order."""
-    return [s for s in STAGES if name in INPUTS[s]]

@@ -14,7 +14,7 @@ from pipeline.slots import check_bound
 
 def depends_on(config, manifest):
     train = without(section(config, "train")["train"], "checkpoint_every", "keep_checkpoints", "log_every")
-    return {"gpus": config.gpus, "train": train, **section(config, "drafter")}
+    return {"layers": manifest and manifest.fc_layers(), "gpus": config.gpus, "train": train, **section(config, "drafter")}
 
 
 def work(config, target, manifest, run_dir, folder):

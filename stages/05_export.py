@@ -6,20 +6,22 @@ Launch:  make export
          python -m pipeline.validate runs/demo/export/sglang   # check any drafter directory
 """
 
-from _stage import stage_main
+from _stage import engine_facts, stage_main
 
 from pipeline.config import section
-from pipeline.slots import check_bound
+from pipeline.slots import check_bound, check_trained
 
 
 def depends_on(config, manifest):
-    return {"gpus": config.gpus, **section(config, "export", "target")}
+    return {"layers": manifest and manifest.fc_layers(), "gpus": config.gpus, **engine_facts(config),
+            "mem_fraction_static": config.dump.mem_fraction_static, **section(config, "export", "target")}
 
 
 def work(config, target, manifest, run_dir, folder):
     from pipeline.export import export
 
     check_bound(config, manifest)
+    check_trained(manifest)
     return export(config, target, manifest, run_dir, folder)
 
 

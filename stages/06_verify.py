@@ -6,20 +6,21 @@ Launch:  make verify
          make verify ARGS="verify.checks=[replay]"
 """
 
-from _stage import stage_main
+from _stage import engine_facts, stage_main
 
 from pipeline.config import section
-from pipeline.slots import check_bound
+from pipeline.slots import check_bound, check_trained
 
 
 def depends_on(config, manifest):
-    return section(config, "verify")
+    return {**engine_facts(config), **section(config, "verify")}
 
 
 def work(config, target, manifest, run_dir, folder):
     from pipeline.verify import verify
 
     check_bound(config, manifest)
+    check_trained(manifest)
     return verify(config, target, manifest, run_dir, folder)
 
 

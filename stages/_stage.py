@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from pipeline import ranks
 from pipeline.config import Config, load_config
@@ -18,7 +22,8 @@ from pipeline.stage import run_stage
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
-def stage_main(name: str, depends_on: Callable[[Config, Manifest | None], dict], work: Callable) -> None:
+def stage_main(name: str, depends_on: Callable[[Config, Manifest | None], dict], work: Callable,
+               when_current: Callable[[Config, Manifest], bool] | None = None) -> None:
     """Run a stage from the Hydra command line.
 
     Args:
@@ -26,13 +31,15 @@ def stage_main(name: str, depends_on: Callable[[Config, Manifest | None], dict],
             values. Operational keys (free space to leave, logging intervals, …) stay out, so that changing them does
             not throw away finished or half-finished work.
         work: ``(config, target, manifest, run_dir, folder) -> StageResult``.
+        when_current: called if there is nothing to do; returns whether it changed the manifest.
     """
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def main(cfg: DictConfig) -> None:
         try:
-            _run(name, load_config(OmegaConf.to_container(cfg, resolve=True)), depends_on, work)
+            _run(name, load_config(_plain(cfg)), depends_on, work, when_current)
         except PipelineError as e:
+            e.fix = complete_commands(e.fix, str(cfg.run.name), HydraConfig.get().overrides.task)
             sys.exit(f"error: {e}")
         except KeyboardInterrupt:
             sys.exit("stopped; the same command goes on from here")
@@ -40,7 +47,33 @@ def stage_main(name: str, depends_on: Callable[[Config, Manifest | None], dict],
     main()
 
 
-def _run(name: str, config: Config, depends_on: Callable, work: Callable) -> None:
+def _plain(cfg: DictConfig) -> dict:
+    try:
+        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as e:
+        key = str(e).split(":")[-1].strip()
+        raise PipelineError(f"{key} has no default", field=key, fix=f'ARGS="{key}=…"') from e
+
+
+def complete_commands(fix: str | None, run: str, overrides: list[str]) -> str | None:
+    """Make the commands in a mend work as typed: with RUN= of another run than demo, and the target that was chosen."""
+    if fix is None:
+        return None
+    kept = [o for o in overrides if o.startswith(("target=", "target.path=", "run.root="))]
+
+    def complete(match: re.Match) -> str:
+        command, arguments = match["command"], match["arguments"] or ""
+        missing = [o for o in kept if o.split("=")[0] + "=" not in arguments]
+        if missing:
+            arguments = (arguments[:-1] + " " if arguments else ' ARGS="') + " ".join(missing) + '"'
+        elsewhere = run != "demo" and not match["run"]
+        return command + (match["run"] or (f" RUN={run}" if elsewhere else "")) + arguments
+
+    stages = "prompts|dump|standardize|train|export|verify"
+    return re.sub(rf'(?P<command>\bmake (?:{stages})\b)(?P<run> RUN=\S+)?(?P<arguments> ARGS="[^"]*")?', complete, fix)
+
+
+def _run(name: str, config: Config, depends_on: Callable, work: Callable, when_current: Callable | None) -> None:
     from pipeline.engine import prepare_environment, resolve_device
 
     # Before anything imports transformers or SGLang.
@@ -60,8 +93,20 @@ def _run(name: str, config: Config, depends_on: Callable, work: Callable) -> Non
     run_stage(name, run_dir, target=target.record, seed=config.seed, force=config.force,
               full_check=config.check_inputs == "full",
               config={"seed": config.seed, **depends_on(config, load_manifest(run_dir))},
-              work=lambda manifest, folder: work(config, target, manifest, run_dir, folder))
+              work=lambda manifest, folder: work(config, target, manifest, run_dir, folder),
+              when_current=when_current and (lambda manifest: when_current(config, manifest)))
     ranks.dismiss(device)
+
+
+def engine_facts(config: Config) -> dict:
+    """What derived ids, launch lines and checks rest on besides files: other engines, or another device, redo them."""
+    from pipeline.engine import resolve_device
+
+    versions = {}
+    for package in ("sglang", "speculators"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {"device": resolve_device(config.device), "versions": versions}
 
 
 def without(section: dict, *operational: str) -> dict:

@@ -4,8 +4,8 @@ import pytest
 
 from pipeline.config import load_config
 from pipeline.errors import PipelineError
-from pipeline.manifest import DumpRecord, Manifest, bind_slots
-from pipeline.slots import check_bound, layers_to_bind, layers_to_dump
+from pipeline.manifest import DumpRecord, Manifest, StageRecord, bind_slots
+from pipeline.slots import check_bound, check_trained, layers_to_bind, layers_to_dump, rebound
 from tests.test_config import resolved
 from tests.test_manifest import target
 
@@ -70,3 +70,24 @@ def test_impossible_layers_are_refused_before_anything_starts(layers):
     with pytest.raises(PipelineError) as e:
         layers_to_dump(config("target=kimi_k25", f"slots.layers={layers}"), None)
     assert e.value.field == "slots.layers"
+
+
+def test_rebinding_keeps_what_is_known_of_the_dumped_tensors():
+    held = manifest((2, 30, 58), dumped=(2, 14, 30, 58))
+    for slot in held.slots.values():
+        slot.equals_transformers = True
+    slots = rebound(held, [2, 14, 58])
+    assert [slots[f"fc.{i}"].layer for i in range(3)] == [2, 14, 58]
+    assert [slots[f"fc.{i}"].equals_transformers for i in range(3)] == [True, None, True]
+    assert slots["fc.1"].columns == (8, 16) and slots["teacher"] == held.slots["teacher"]
+
+
+def test_a_drafter_trained_on_other_layers_than_bound_now_is_not_exported():
+    held = manifest((2, 14, 58), dumped=(2, 14, 30, 58))
+    held.stages["train"] = StageRecord(config={"layers": [2, 30, 58]}, config_sha256="", inputs={}, outputs=[], versions={},
+                                       git_commit=None, seed=0, wall_seconds=0, finished_at="")
+    with pytest.raises(PipelineError, match=r"trained on layer outputs \[2, 30, 58\], the slots hold \[2, 14, 58\]") as e:
+        check_trained(held)
+    assert e.value.fix == "make train RUN=demo"
+    held.slots = bind_slots([2, 30, 58], 8)
+    check_trained(held)

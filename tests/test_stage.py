@@ -91,7 +91,7 @@ def test_an_interrupted_stage_finds_its_own_files_again_and_no_others(tmp_path):
     assert run(tmp_path).found == ["prompts.out"]          # same plan: resumed from
     with pytest.raises(RuntimeError):
         run(tmp_path, work=Work("prompts", fail_after=True), config={"a": 2})
-    assert run(tmp_path, config={"a": 3}).found == []      # another plan: cleared
+    assert run(tmp_path, config={"a": 3}).found == []      # another plan
     assert run(tmp_path, config={"a": 3}, force=True).found == []
 
 
@@ -130,3 +130,78 @@ def test_an_unwritable_folder_is_one_message(tmp_path, monkeypatch):
         tmp_path.chmod(0o500)
         with pytest.raises(PipelineError, match="cannot be written"):
             run(tmp_path / "demo")
+
+
+def test_an_input_made_from_another_input_than_the_run_holds_is_refused(tmp_path):
+    for name in ("prompts", "dump", "standardize", "train"):
+        run(tmp_path, name)
+    run(tmp_path, "dump", Work("dump", content="other"), force=True)
+    with pytest.raises(PipelineError, match="standardize was made from another dump") as e:
+        run(tmp_path, "train")
+    assert "make standardize" in e.value.fix
+    run(tmp_path, "standardize")
+    with pytest.raises(PipelineError, match="train was made from another dump"):
+        run(tmp_path, "export")
+
+
+def test_a_stage_redone_with_other_settings_but_the_same_bytes_is_another_input(tmp_path):
+    """Slots can be re-bound without a byte changing; the drafter trained before must not pass for the new wiring."""
+    run(tmp_path)
+    run(tmp_path, "dump")
+    run(tmp_path, "standardize", config={"layers": [1, 2, 3]})
+    run(tmp_path, "train")
+    run(tmp_path, "standardize", config={"layers": [1, 2, 4]})
+    assert run(tmp_path, "train").calls == 1
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_damaged_output_is_not_resumed_from(tmp_path, full):
+    run(tmp_path)
+    path = tmp_path / "prompts" / "prompts.out"
+    stat = path.stat()
+    path.write_text("y")
+    if full:  # what size and mtime do not show is found on request
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert run(tmp_path).calls == 0
+    again = run(tmp_path, full_check=full)
+    assert again.calls == 1 and again.found == []
+
+
+def test_finished_work_is_kept_until_the_stage_has_finished_with_other_settings(tmp_path):
+    run(tmp_path)
+    with pytest.raises(RuntimeError):
+        run(tmp_path, work=Work("prompts", content="new", fail_after=True), config={"a": 2})
+    back = run(tmp_path)  # back to the settings before: what they made is there again
+    assert back.found == ["prompts.out"] and back.calls == 1
+    run(tmp_path, config={"a": 2})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "manifest.json", "prompts"]
+
+
+def test_an_interrupted_force_goes_on(tmp_path):
+    run(tmp_path)
+    with pytest.raises(RuntimeError):
+        run(tmp_path, work=Work("prompts", fail_after=True), force=True)
+    assert run(tmp_path, force=True).found == ["prompts.out"]
+    assert run(tmp_path, force=True).found == []
+
+
+def test_a_stage_folder_may_be_a_link_to_another_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    run_dir = tmp_path / "demo"
+    run_dir.mkdir()
+    (run_dir / "prompts").symlink_to(disk)
+    run(run_dir)
+    assert (disk / "prompts.out").exists()
+    assert run(run_dir, force=True).found == [] and (run_dir / "prompts").is_symlink()
+
+
+def test_nothing_to_do_may_still_change_the_manifest(tmp_path):
+    run(tmp_path)
+
+    def rename(manifest):
+        manifest.run = "renamed"
+        return True
+
+    assert run(tmp_path, when_current=rename).calls == 0
+    assert load_manifest(tmp_path).run == "renamed"
