@@ -56,18 +56,19 @@ def _plain(cfg: DictConfig) -> dict:
 
 
 def complete_commands(fix: str | None, run: str, overrides: list[str]) -> str | None:
-    """Make the commands in a mend work as typed: with RUN= of another run than demo, and the target that was chosen."""
+    """Make the commands in a mend work as typed: with RUN= and ROOT= of another run, and the target that was chosen."""
     if fix is None:
         return None
-    kept = [o for o in overrides if o.startswith(("target=", "target.path=", "run.root="))]
+    kept = [o for o in overrides if o.startswith(("target=", "target.path="))]
+    root = next((f" ROOT={o.split('=', 1)[1]}" for o in overrides if o.startswith("run.root=") and o != "run.root=runs"), "")
 
     def complete(match: re.Match) -> str:
         command, arguments = match["command"], match["arguments"] or ""
         missing = [o for o in kept if o.split("=")[0] + "=" not in arguments]
         if missing:
             arguments = (arguments[:-1] + " " if arguments else ' ARGS="') + " ".join(missing) + '"'
-        elsewhere = run != "demo" and not match["run"]
-        return command + (match["run"] or (f" RUN={run}" if elsewhere else "")) + arguments
+        named = match["run"] or (f" RUN={run}" if run != "demo" else "")
+        return command + named + root + arguments
 
     stages = "prompts|dump|standardize|train|export|verify"
     return re.sub(rf'(?P<command>\bmake (?:{stages})\b)(?P<run> RUN=\S+)?(?P<arguments> ARGS="[^"]*")?', complete, fix)

@@ -24,6 +24,8 @@ from _stage import complete_commands  # noqa: E402
     ("mine", ["target=kimi_k25"], "make install", "make install"),
     ("mine", [], "rm a/shard-00001.safetensors, then: make dump (only its samples are dumped again)",
      "rm a/shard-00001.safetensors, then: make dump RUN=mine (only its samples are dumped again)"),
+    ("demo", ["run.root=runs"], "make dump", "make dump"),
+    ("mine", ["run.root=/data"], "make dump", "make dump RUN=mine ROOT=/data"),
     ("mine", [], None, None),
 ])
 def test_commands_in_a_mend_keep_run_and_target(run, overrides, fix, expected):

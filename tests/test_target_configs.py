@@ -44,9 +44,9 @@ def test_facts_and_layers(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_disk_figure_in_the_comment(path):
-    """(3 slots + teacher) x H x 2 bytes: the number a user plans with must be right."""
+    """(3 slots + teacher) x H x bytes: the number a user plans with must be right."""
     target = load(path)
-    kib = 4 * target.hidden_size * 2 / 1024
+    kib = 4 * target.hidden_size * (4 if target.dtype == "fp32" else 2) / 1024
     assert f"= {kib:g} KiB" in path.read_text()
 
 
