@@ -116,7 +116,8 @@ class CaptureWriter(threading.Thread):
         self._failed = threading.Event()
         self._error_path = self._file("error", "json")
         # Written now so that overwriting it needs no space later, when the error may be that there is none.
-        self._error_path.write_text(" " * _ERROR_BYTES, encoding="utf-8")
+        with clear_disk_errors(self._error_path):
+            self._error_path.write_text(" " * _ERROR_BYTES, encoding="utf-8")
 
     def report(self, wiring: dict) -> None:
         """Tell the stage what the live model captures."""

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from pipeline.capture import PROBE, CapturePlan, capture_folder
 from pipeline.capture_writer import take_over
 from pipeline.config import Config
+from pipeline.dump_checks import check_probes, compare_with_transformers
+from pipeline.engine import resolve_device
 from pipeline.errors import PipelineError
 from pipeline.files import save_safetensors, sha256_json, sha256_file, write_text
 from pipeline.manifest import DumpRecord, Fingerprint, Manifest, bind_slots
@@ -116,7 +118,14 @@ def dump(config: Config, target: Target, manifest: Manifest, run_dir: Path, fold
     _check_complete(survey, store, quarantine)
     quarantine_file = folder / "quarantine.jsonl"
     write_text(quarantine_file, "".join(json.dumps(q, ensure_ascii=False) + "\n" for q in quarantine))
-    probes_file = _collect_probes(plan, folder, probes)
+    probe_states = _collect_probes(plan, probes)
+    check_probes(store, probe_states, plan.states)
+    probes_file = folder / "probes.safetensors"
+    save_safetensors(probes_file, probe_states, {"probe_ids": json.dumps(probes)})
+    slots = bind_slots(slot_layers, target.hidden_size)
+    if backend.engine != "transformers":
+        device = resolve_device(config.device)
+        compare_with_transformers(slots, target, probe_states, probes, dtype=dtype, device=device)
     record = DumpRecord(
         engine=backend.engine, engine_version=backend.engine_version, model_class=backend.model_class,
         layers=list(layers), requested_ids=backend.requested_ids, capture_points=backend.capture_points,
@@ -127,7 +136,7 @@ def dump(config: Config, target: Target, manifest: Manifest, run_dir: Path, fold
     counts = {"samples": len(store.samples), "tokens": sum(r.length for r in store.samples),
               "quarantined": len(quarantine), "shards": len(store.paths),
               "bytes": sum(p.stat().st_size for p in outputs)}
-    return StageResult(outputs=outputs, counts=counts, slots=bind_slots(slot_layers, target.hidden_size), dump=record)
+    return StageResult(outputs=outputs, counts=counts, slots=slots, dump=record)
 
 
 def plugin_sha256() -> str:
@@ -172,16 +181,15 @@ def _check_room(config: Config, target: Target, survey: Survey, done: set[str], 
           f"{config.dump.disk_reserve_gib:g} GiB", flush=True)
     if needed <= free:
         return
-    fit, room = 0, free - for_probes
-    for sample_id, tokens in survey.tokens.items():
-        room -= 0 if sample_id in done else tokens * per_token
-        if room < 0:
-            break
-        fit += 1
+    # Fewer samples are another plan, which starts anew: what the shards take now is room then.
+    room = free - for_probes + sum(survey.tokens[i] for i in done & survey.tokens.keys()) * per_token
+    per_sample = sum(survey.tokens.values()) / len(survey.tokens) * per_token
+    fit = max(0, int(room / per_sample))
     fix = f"free {(needed - free) / GIB:.2f} GiB, put the runs on another disk (ARGS=\"run.root=…\")"
-    fix += f', or use fewer samples: make prompts ARGS="prompts.limit={fit}", then make dump' if fit else ""
+    if fit:
+        fix += f', or use fewer samples, about {fit}: make prompts ARGS="prompts.limit={fit}", then make dump'
     raise PipelineError(f"the disk has no room for the hidden states: {needed / GIB:.2f} GiB are needed, "
-                        f"{max(free, 0) / GIB:.2f} GiB are free beside the reserve; the first {fit} of "
+                        f"{max(free, 0) / GIB:.2f} GiB are free beside the reserve; about {fit} of "
                         f"{len(survey.tokens)} samples would fit",
                         field="dump.disk_reserve_gib", value=config.dump.disk_reserve_gib, fix=fix)
 
@@ -225,8 +233,8 @@ def _check_complete(survey: Survey, store: HiddenStore, quarantine: list[dict]) 
                             fix="mend the cause; for numbers that are not finite try ARGS=\"dump.dtype=bf16\"")
 
 
-def _collect_probes(plan: CapturePlan, folder: Path, probes: list[str]) -> Path:
-    """One file for all probes: `<sample id>/input_ids`, `<sample id>/layer_output.<l>`, `<sample id>/final_hidden`."""
+def _collect_probes(plan: CapturePlan, probes: list[str]) -> dict[str, torch.Tensor]:
+    """The tensors of all probes: `<sample id>/input_ids`, `…/layer_output.<l>` for every layer, `…/final_hidden`."""
     from safetensors import safe_open
 
     tensors = {}
@@ -236,8 +244,7 @@ def _collect_probes(plan: CapturePlan, folder: Path, probes: list[str]) -> Path:
     if missing := [p for p in probes if f"{p}/final_hidden" not in tensors]:
         raise PipelineError(f"probe sample {missing[0]!r} was not captured", field="dump.probe_samples",
                             fix="make dump")
-    save_safetensors(folder / "probes.safetensors", tensors, {"probe_ids": json.dumps(probes)})
-    return folder / "probes.safetensors"
+    return tensors
 
 
 def _fingerprints(store: HiddenStore, states: list[str], probes: list[str]) -> dict[str, Fingerprint]:

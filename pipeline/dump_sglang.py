@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from pipeline.capture import CHECK, PLAN_ENV, PROBE, SAMPLE, CapturePlan, RequestTag
 from pipeline.dump import Backend, Job
-from pipeline.engine import engine, prepare_environment, resolve_device
+from pipeline.engine import engine, prepare_environment, resolve_device, tensor_parallel
 from pipeline.errors import PipelineError
-from pipeline.files import write_json
+from pipeline.files import clear_disk_errors, write_json
 from pipeline.layer_ids import EngineIds, derive_sglang_ids
 from pipeline.samples import Sample
 
@@ -45,7 +45,7 @@ def run(job: Job) -> Backend:
     write_json(plan_file, vars(plan))
     options = dict(
         device=device, dtype=plan.dtype, force_version=config.dump.allow_untested_engine,
-        tp_size=(config.gpus if config.gpus > 1 else config.target.tp_size) if device == "cuda" else 1,
+        tp_size=tensor_parallel(config, device),
         context_length=min(config.target.context_length + _RESERVED_TOKENS, config.target.max_position_embeddings),
         max_total_tokens=None if device == "cuda" else max(16384, 2 * config.target.context_length),
         chunked_prefill_size=config.dump.chunked_prefill_size, capture_ids=ids.ids,
@@ -72,6 +72,7 @@ class _Client:
 
     def __init__(self, llm: Any, job: Job, ids: EngineIds):
         self.llm, self.job, self.plan, self.ids = llm, job, job.plan, ids
+        self.check_refusal: str | None = None
         self.pids = llm.get_all_child_pids()
         self.progress = tqdm(total=job.todo_tokens, unit="tok", desc="dump", smoothing=0.1)
 
@@ -97,7 +98,8 @@ class _Client:
         await asyncio.gather(*(self._send_from(samples) for _ in range(workers)))
         for sample in probes:  # one at a time: a batch is a probe batch or none
             await self._request(PROBE, sample)
-        (self.plan.control / "finish").touch()
+        with clear_disk_errors(self.plan.control):
+            (self.plan.control / "finish").touch()
         await self._finished()
         return wiring
 
@@ -119,14 +121,20 @@ class _Client:
             self._quarantine(kind, sample, f"the engine aborted it: {reason.get('message')}")
 
     def _quarantine(self, kind: str, sample: Sample, reason: str) -> None:
-        if kind == CHECK:  # it will come again as a sample
+        if kind == CHECK:  # it would come again as a sample
+            self.check_refusal = f"{sample.id!r} ({len(sample.input_ids)} tokens): {reason}"
             return
         entry = {"id": sample.id, "reason": reason, "tokens": len(sample.input_ids), "kind": kind}
-        with open(self.plan.control / "quarantine-stage.jsonl", "a", encoding="utf-8") as file:
+        path = self.plan.control / "quarantine-stage.jsonl"
+        with clear_disk_errors(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
     def _check_wiring(self) -> dict:
         reports = [json.loads(path.read_text()) for path in self.plan.control.glob("wiring-*.json")]
+        if not reports and self.check_refusal:
+            raise PipelineError(f"the engine did not take the first sample, {self.check_refusal}", field="engine",
+                                value=self.check_refusal, fix="make room for its KV cache (GPUS=n, or raise "
+                                "dump.mem_fraction_static), or lower target.context_length")
         if not reports:
             raise PipelineError("the capture plugin is not active in the engine",
                                 field="sglang.srt.plugins: eagle3_capture",

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import Config
 from pipeline.engine_process import EngineDied, EngineProcess
 from pipeline.errors import PipelineError
 from pipeline.sglang_cpu import SHIM_DIR, check_sglang_version
@@ -37,6 +38,30 @@ def resolve_device(device: str) -> str:
     if device == "cuda" and not found:
         raise PipelineError("no CUDA device was found", field="device", value=device, fix="device=cpu, or device=auto")
     return ("cuda" if found else "cpu") if device == "auto" else device
+
+
+def tensor_parallel(config: Config, device: str, *, check: bool = True) -> int:
+    """GPUs of one engine on `device` ("cpu" or "cuda"): `GPUS=n` if given, else the target's own number; 1 on a CPU.
+
+    Args:
+        check: refuse more GPUs than this machine has. An export is served elsewhere and does not ask for that.
+    Raises:
+        PipelineError: `check`, and there are too few GPUs.
+    """
+    if device == "cpu":
+        if check and config.gpus > 1:
+            raise PipelineError(f"GPUS={config.gpus} asked for, this machine has no GPU", field="device", value=device,
+                                fix="leave GPUS out, or run on a machine with GPUs")
+        return 1
+    wanted = config.gpus if config.gpus > 1 else config.target.tp_size
+    if check:
+        import torch
+
+        if wanted > (found := torch.cuda.device_count()):
+            field = "gpus" if config.gpus > 1 else "target.tp_size"
+            raise PipelineError(f"the engine is to use {wanted} GPUs, this machine has {found}", field=field,
+                                value=wanted, fix=f'GPUS={found}' if found > 1 else 'ARGS="target.tp_size=1"')
+    return wanted
 
 
 def prepare_environment(device: str, *, threads: int | None = None) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.engine import engine_arguments, prepare_environment
+from pipeline.engine import engine_arguments, prepare_environment, tensor_parallel
 from pipeline.files import write_text
 from pipeline.manifest import ExportRecord, Manifest
 from pipeline.target import EMBEDDED, Target
@@ -48,13 +48,6 @@ def is_mla(text_config: Any) -> bool:
     return getattr(text_config, "kv_lora_rank", None) is not None
 
 
-def tensor_parallel(config: Config, device: str) -> int:
-    """GPUs of one engine: `GPUS=n` if given, else the target's own number."""
-    if device == "cpu":
-        return 1
-    return config.gpus if config.gpus > 1 else config.target.tp_size
-
-
 def sglang_command(config: Config, target: Target, *, device: str, model: str, draft: str) -> list[str]:
     """`sglang.launch_server` with every flag that matters.
 
@@ -66,7 +59,7 @@ def sglang_command(config: Config, target: Target, *, device: str, model: str, d
         model,
         device=device,
         dtype=target.dtype,
-        tp_size=tensor_parallel(config, device),
+        tp_size=tensor_parallel(config, device, check=False),
         context_length=config.export.served_context,
         draft_path=draft,
         draft_steps=config.export.draft_steps,
@@ -98,7 +91,7 @@ def vllm_command(config: Config, target: Target, *, model: str, draft: str) -> l
         "--dtype",
         target.dtype,
         "--tensor-parallel-size",
-        str(tensor_parallel(config, "cuda")),
+        str(tensor_parallel(config, "cuda", check=False)),
         "--host",
         "127.0.0.1",
         "--port",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from pipeline.files import save_safetensors
 
 FORMAT, VERSION = "eagle3-hidden-states", "1"
 FINAL_HIDDEN = "final_hidden"
+_OPEN_SHARDS = 64  # a mapped file costs two of the 65,530 maps that Linux allows a process
 
 
 def layer_output(layer: int) -> str:
@@ -120,10 +122,12 @@ class HiddenStore:
     def __init__(self, paths: list[Path]):
         self.paths = [Path(p) for p in paths]
         self.samples: list[SampleRef] = []
-        self._files = [_open(p) for p in self.paths]
+        self._file = lru_cache(maxsize=_OPEN_SHARDS)(lambda shard: _open(self.paths[shard]))
+        self._names: set[str] | None = None
         seen: dict[str, Path] = {}
-        for shard, (path, file) in enumerate(zip(self.paths, self._files)):
-            ids, offsets = _index(path, file)
+        for shard, path in enumerate(self.paths):
+            ids, offsets, names = _index(path, _open(path))
+            self._names = names if self._names is None else self._names & names
             for sample_id, start, end in zip(ids, offsets, offsets[1:]):
                 if sample_id in seen:
                     raise _damaged(path, f"sample {sample_id!r} lies in {seen[sample_id].name} as well")
@@ -133,7 +137,7 @@ class HiddenStore:
     @property
     def state_names(self) -> list[str]:
         """Names of the hidden states every shard holds, layer outputs ascending, then `final_hidden`."""
-        names = set.intersection(*(set(f.keys()) for f in self._files)) if self._files else set()
+        names = self._names or set()
         layers = sorted(int(n.removeprefix("layer_output.")) for n in names if n.startswith("layer_output."))
         return [layer_output(layer) for layer in layers] + ([FINAL_HIDDEN] if FINAL_HIDDEN in names else [])
 
@@ -141,7 +145,7 @@ class HiddenStore:
         """Rows of one sample: [length, H] of a hidden state, or [length] of `input_ids`."""
         path = self.paths[ref.shard]
         try:
-            return self._files[ref.shard].get_slice(name)[ref.start:ref.start + ref.length]
+            return self._file(ref.shard).get_slice(name)[ref.start:ref.start + ref.length]
         except SafetensorError as e:
             raise _damaged(path, f"tensor {name!r} cannot be read ({e})") from e
 
@@ -164,8 +168,8 @@ def _open(path: Path):
         raise _damaged(path, f"the file is truncated or altered ({e})") from e
 
 
-def _index(path: Path, file) -> tuple[list[str], list[int]]:
-    """Sample ids and offsets, checked against the shapes of all tensors."""
+def _index(path: Path, file) -> tuple[list[str], list[int], set[str]]:
+    """Sample ids, offsets and tensor names, checked against the shapes of all tensors."""
     metadata = file.metadata() or {}
     if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
         raise _damaged(path, f"it is not a {FORMAT} file of version {VERSION}: {metadata.get('format')!r}, "
@@ -179,7 +183,7 @@ def _index(path: Path, file) -> tuple[list[str], list[int]]:
     ascending = all(a <= b for a, b in zip(offsets, offsets[1:]))
     if len(offsets) != len(ids) + 1 or offsets[0] != 0 or not ascending or set(rows.values()) != {offsets[-1]}:
         raise _damaged(path, "ids, offsets and rows do not fit together")
-    return ids, offsets
+    return ids, offsets, rows.keys() | {"offsets"}
 
 
 def _damaged(path: Path, why: str) -> PipelineError:

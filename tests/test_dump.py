@@ -1,5 +1,6 @@
 """Stage 2 end to end on tiny random models: transformers in-process, SGLang through the stage's command line."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from test_capture import make_plan, small_disk
 from tiny_models import tiny_deepseek_v3, tiny_llama
 
+from pipeline.capture import CHECK, SAMPLE
 from pipeline.dump import dump
 from pipeline.dump_sglang import _Client
 from pipeline.errors import PipelineError
@@ -159,8 +161,27 @@ def test_no_room_is_refused_before_any_work_with_the_number_of_samples_that_fit(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10 * free, 9 * free, free))
     with pytest.raises(PipelineError) as e:
         dump_with_transformers(llama, tmp_path, "dump.probe_samples=0")
-    assert "the first 5 of 10 samples would fit" in str(e.value) and 'ARGS="prompts.limit=5"' in str(e.value)
+    assert "about 5 of 10 samples would fit" in str(e.value) and 'ARGS="prompts.limit=5"' in str(e.value)
     assert shard_paths(tmp_path / "test" / "dump") == []
+
+
+def test_samples_that_were_too_long_are_dumped_when_the_context_is_raised(llama, tmp_path):
+    samples = random_samples([50, 200, 60, 300])
+    run_dir = make_run(llama, tmp_path, samples)
+    dump_with_transformers(llama, tmp_path, "target.context_length=100")
+    assert set(quarantine_of(run_dir)) == {"sample/1", "sample/3"}
+    dump_with_transformers(llama, tmp_path, "target.context_length=250")
+    assert set(quarantine_of(run_dir)) == {"sample/3"}
+    assert_equals_reference(run_dir, llama, samples, 0.0)
+
+
+def test_the_number_of_samples_that_fit_does_not_hang_on_their_order(llama, tmp_path, monkeypatch):
+    # prompts.limit spreads over categories: it does not take the first ones, here the short ones.
+    per_token = 4 * 64 * 4 + 4
+    make_run(llama, tmp_path, random_samples([10] * 5 + [190] * 5))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 500 * per_token))
+    with pytest.raises(PipelineError, match="about 5 of 10 samples"):
+        dump_with_transformers(llama, tmp_path, "dump.probe_samples=0")
 
 
 def test_more_than_half_in_quarantine_is_an_error(llama, tmp_path):
@@ -191,13 +212,44 @@ def test_a_truncated_shard_from_an_earlier_start_is_named(llama, tmp_path):
     ({"model_class": "LlamaForCausalLM", "capture_points": [], "problem": "nothing was set"}, "nothing was set"),
 ])
 def test_wiring_of_the_live_model_that_differs_from_the_derived_one_is_refused(tmp_path, report, message):
-    client = _Client.__new__(_Client)
-    client.plan = make_plan(tmp_path)
-    client.ids = SimpleNamespace(model_class="LlamaForCausalLM", ids=(1, 2, 4), capture_points=(2, 3, 5))
+    checking = client(tmp_path, answer=None)
     if report:
-        (client.plan.control / "wiring-1.json").write_text(json.dumps(report))
+        (checking.plan.control / "wiring-1.json").write_text(json.dumps(report))
     with pytest.raises(PipelineError, match=message):
-        client._check_wiring()
+        checking._check_wiring()
+
+
+def client(tmp_path, answer) -> _Client:
+    """A client whose engine answers every request with what `answer()` returns or raises."""
+    async def async_generate(**request):
+        return answer()
+
+    found = _Client.__new__(_Client)
+    found.plan, found.check_refusal = make_plan(tmp_path), None
+    found.llm = SimpleNamespace(async_generate=async_generate)
+    found.ids = SimpleNamespace(model_class="LlamaForCausalLM", ids=(1, 2, 4), capture_points=(2, 3, 5))
+    return found
+
+
+def refuse():
+    raise ValueError("longer than the KV cache")
+
+
+@pytest.mark.parametrize("answer", [refuse, lambda: {"meta_info": {"finish_reason": {
+    "type": "abort", "message": "longer than the KV cache"}}}])
+def test_a_refused_first_request_is_quoted_and_not_taken_for_a_missing_plugin(tmp_path, answer):
+    checking = client(tmp_path, answer)
+    asyncio.run(checking._request(CHECK, random_samples([30])[0]))
+    with pytest.raises(PipelineError, match=r"'sample/0' \(30 tokens\): .*longer than the KV cache"):
+        checking._check_wiring()
+
+
+def test_a_full_disk_under_the_stages_own_quarantine_list_is_one_clear_message(tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        refused = client(disk, refuse)
+        (disk / "filler").write_bytes(b"x" * (64 - 4) * 1024)  # the attempt's name takes the last page
+        with pytest.raises(PipelineError, match="quarantine-stage.jsonl: the disk is full"):
+            asyncio.run(refused._request(SAMPLE, random_samples([30])[0]))
 
 
 @pytest.mark.slow
@@ -215,6 +267,8 @@ def test_sglang_llama_equals_transformers(llama, tmp_path):
     assert manifest.dump.engine == "sglang" and manifest.dump.model_class == "LlamaForCausalLM"
     assert manifest.dump.requested_ids == [1, 2, 4] and manifest.dump.capture_points == [2, 3, 5]
     assert manifest.dump.probe_ids == ["sample/1", "sample/5", "sample/9"]
+    assert {name: slot.equals_transformers for name, slot in manifest.slots.items()} == dict.fromkeys(
+        ["fc.0", "fc.1", "fc.2", "teacher"], True)
     assert not (run_dir / "dump" / ".capture").exists()
 
 
@@ -227,6 +281,7 @@ def test_sglang_deepseek_v3_equals_transformers_though_its_ids_are_not_the_layer
     assert_equals_reference(run_dir, deepseek, samples, 1e-5)
     record = load_manifest(run_dir).dump
     assert record.layers == [2, 3, 4] and record.requested_ids == [3, 4, 5] and record.capture_points == [3, 4, 5]
+    assert all(slot.equals_transformers for slot in load_manifest(run_dir).slots.values())
     assert HiddenStore(shard_paths(run_dir / "dump")).state_names == [
         "layer_output.2", "layer_output.3", "layer_output.4", "final_hidden"]
 

@@ -10,12 +10,20 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.engine import engine, engine_arguments, generate, prepare_environment, resolve_device
+from pipeline.engine import (
+    engine,
+    engine_arguments,
+    generate,
+    prepare_environment,
+    resolve_device,
+    tensor_parallel,
+)
 from pipeline.errors import PipelineError
 from pipeline.sglang_cpu import SHIM_DIR
 from tests.tiny_models import tiny_deepseek_v3, tiny_llama
@@ -25,6 +33,33 @@ PROMPTS = [list(range(10, 15)), list(range(40, 80)), [7]]  # the second is longe
 ON_CPU = {"device": "cpu", "dtype": "float32"}
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU engine is for machines without a GPU")
+
+
+@pytest.mark.parametrize(
+    "device, gpus, tp_size, present, expected",
+    [("cpu", 1, 8, 0, 1), ("cuda", 1, 1, 1, 1), ("cuda", 1, 4, 8, 4), ("cuda", 2, 4, 8, 2), ("cuda", 8, 1, 8, 8)],
+)
+def test_tensor_parallel_size(monkeypatch, device, gpus, tp_size, present, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: present)
+    config = SimpleNamespace(gpus=gpus, target=SimpleNamespace(tp_size=tp_size))
+    assert tensor_parallel(config, device) == expected
+
+
+@pytest.mark.parametrize(
+    "device, gpus, tp_size, present, message, fix, unchecked",
+    [
+        ("cpu", 8, 1, 0, "GPUS=8 asked for, this machine has no GPU", "leave GPUS out", 1),
+        ("cuda", 8, 1, 4, "8 GPUs, this machine has 4", "GPUS=4", 8),
+        ("cuda", 1, 8, 1, "8 GPUs, this machine has 1", 'ARGS="target.tp_size=1"', 8),
+    ],
+)
+def test_more_gpus_than_there_are(monkeypatch, device, gpus, tp_size, present, message, fix, unchecked):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: present)
+    config = SimpleNamespace(gpus=gpus, target=SimpleNamespace(tp_size=tp_size))
+    with pytest.raises(PipelineError, match=message) as e:
+        tensor_parallel(config, device)
+    assert fix in e.value.fix
+    assert tensor_parallel(config, device, check=False) == unchecked  # an export is served on another machine
 
 
 def transformers_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:

@@ -15,9 +15,10 @@ from pipeline.config import load_config
 from pipeline.errors import PipelineError
 from pipeline.prompts import generate, respond
 from pipeline.prompts.decode import Response, _sample, generate_batch, use_grouped_attention
-from pipeline.prompts.respond import Journal, Request, length_sorted_batches
+from pipeline.prompts.respond import Journal, Request, journal_path, length_sorted_batches
 from pipeline.samples import read_samples
 from pipeline.target import open_target
+from tests.test_capture import small_disk
 from tests.tiny_models import tiny_llama
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -148,9 +149,9 @@ def source(tmp_path):
 
 def test_stage_with_the_targets_answers(tmp_path, tiny, source):
     config, target = setup(tiny, source, "prompts.heldout_fraction=0")
-    result = generate(config, target, tmp_path)
-    assert result.outputs == [tmp_path / "samples.jsonl", tmp_path / "skipped.jsonl"]
-    samples = list(read_samples(tmp_path / "samples.jsonl"))
+    result = generate(config, target, tmp_path / "prompts")
+    assert result.outputs == [tmp_path / "prompts" / "samples.jsonl", tmp_path / "prompts" / "skipped.jsonl"]
+    samples = list(read_samples(tmp_path / "prompts" / "samples.jsonl"))
     assert [(s.id, s.split, s.category) for s in samples] == [
         ("q1", "train", "chat"), ("q2", "heldout", None), ("q3", "train", None)]
 
@@ -166,7 +167,7 @@ def test_stage_with_the_targets_answers(tmp_path, tiny, source):
         assert sample.finish_reason == ("stop" if reference[-1] in target.eos_token_ids else "length")
     assert [m["content"] for m in samples[2].messages[:-1]] == ["Hi", "yes", "more"]  # without the source's "no"
 
-    skipped = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    skipped = [json.loads(line) for line in (tmp_path / "prompts" / "skipped.jsonl").read_text().splitlines()]
     assert {s["id"]: s["reason"] for s in skipped} == {"long": "too_long", "no user": "no_user_turn"}
     assert result.counts == {
         "read": 6, "kept": 3, "duplicates": 1, "skipped_no_user_turn": 1, "skipped_too_long": 1,
@@ -178,32 +179,26 @@ def test_stage_with_the_targets_answers(tmp_path, tiny, source):
 
 def test_interrupted_stage_goes_on_without_asking_twice(tmp_path, tiny, source, monkeypatch):
     config, target = setup(tiny, source, "prompts.temperature=1.0")
-    whole = tmp_path / "whole"
-    whole.mkdir()
+    whole = tmp_path / "whole" / "prompts"
     generate(config, target, whole)
 
-    asked = []
     original = respond._ask_transformers
 
     def killed_after_one_batch(requests, config, target):
         yield next(original(requests, config, target))
         raise KeyboardInterrupt
 
-    def counted(requests, config, target):
-        asked.extend(q.id for q in requests)
-        return original(requests, config, target)
-
-    folder = tmp_path / "killed"
-    folder.mkdir()
+    folder = tmp_path / "killed" / "prompts"
     monkeypatch.setattr(respond, "_ask_transformers", killed_after_one_batch)
     with pytest.raises(KeyboardInterrupt):
         generate(config, target, folder)
-    journal = folder / "responses.jsonl"
+    journal = journal_path(folder.parent, config, target)
     assert not (folder / "samples.jsonl").exists() and journal.read_bytes().count(b"\n") == 2
     journal.write_bytes(journal.read_bytes()[:-5])  # the kill came in the middle of the second line
     stored = json.loads(journal.read_bytes().splitlines()[0])["id"]
 
-    monkeypatch.setattr(respond, "_ask_transformers", counted)
+    monkeypatch.setattr(respond, "_ask_transformers", original)
+    asked = counting(monkeypatch)
     generate(config, target, folder)
     assert sorted(asked) == sorted({"q1", "q2", "q3"} - {stored})
     for name in ("samples.jsonl", "skipped.jsonl"):
@@ -214,10 +209,106 @@ def test_interrupted_stage_goes_on_without_asking_twice(tmp_path, tiny, source, 
     assert asked == []
 
 
+def counting(monkeypatch) -> list[str]:
+    """Ids of the prompts that the target is asked from now on."""
+    asked, original = [], respond._ask_transformers
+
+    def ask(requests, config, target):
+        asked.extend(q.id for q in requests)
+        return original(requests, config, target)
+
+    monkeypatch.setattr(respond, "_ask_transformers", ask)
+    return asked
+
+
+def test_answers_outlive_the_stages_folder(tmp_path, tiny, source, monkeypatch):
+    # Another source, limit or held-out share clears the folder; 1,000 prompts more must not ask for 100,000 again.
+    asked = counting(monkeypatch)
+    folder = tmp_path / "prompts"
+    config, target = setup(tiny, source, "prompts.limit=1")
+    generate(config, target, folder)
+    first = asked[:]
+    assert len(first) == 1
+    shutil.rmtree(folder)
+    with open(source, "a") as f:
+        f.write('{"id": "q4", "prompt": "One more"}\n')
+    config, target = setup(tiny, source, "prompts.batch_size=3", "prompts.heldout_fraction=0.5")
+    generate(config, target, folder)
+    assert sorted(asked) == ["q1", "q2", "q3", "q4"]
+
+    afresh = tmp_path / "afresh" / "prompts"
+    generate(config, target, afresh)
+    assert (folder / "samples.jsonl").read_bytes() == (afresh / "samples.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("changed, same", [
+    ("prompts.limit=2", True), ("prompts.batch_size=7", True), ("seed=5", True), ("prompts.top_p=0.5", True),
+    ("target.context_length=64", True), ("prompts.max_new_tokens=9", False), ("prompts.respond_dtype=bf16", False),
+    ("prompts.respond_engine=sglang", False), ("prompts.temperature=0.7", False)])
+def test_answers_are_kept_per_way_to_answer(tmp_path, tiny, source, changed, same):
+    # The default is greedy: no random number, so no seed.
+    paths = [journal_path(tmp_path, *setup(tiny, source, *more)) for more in ((), (changed,))]
+    assert (paths[0] == paths[1]) is same
+    sampled = [journal_path(tmp_path, *setup(tiny, source, "prompts.temperature=0.7", *more))
+               for more in ((), ("seed=5",), ("prompts.top_p=0.5",))]
+    assert len(set(sampled)) == 3
+
+
+def long_answers(requests, config, target):
+    for request in requests:
+        yield [(request, Response([100 + len(request.prompt_ids)] * 2000, "length"))]
+
+
+def test_a_full_disk_under_the_journal_is_one_clear_message_and_nothing_is_lost(tmp_path, tiny, source, monkeypatch):
+    config, target = setup(tiny, source)
+    monkeypatch.setattr(respond, "_ask_transformers", long_answers)
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        filler = disk / "filler"
+        filler.write_bytes(b"x" * (256 - 20) * 1024)  # room for some of the three answers of 10 kB
+        with pytest.raises(PipelineError, match=r"cannot write .*/responses/.*jsonl: the disk is full"):
+            generate(config, target, disk / "prompts")
+        filler.unlink()
+        stored = journal_path(disk, config, target).read_bytes().count(b"\n")
+        assert stored >= 1
+        asked = counting(monkeypatch)
+        generate(config, target, disk / "prompts")
+        assert len(asked) == 3 - stored and len(list(read_samples(disk / "prompts" / "samples.jsonl"))) == 3
+
+
+def test_a_full_disk_under_the_samples_is_one_clear_message(tmp_path, tiny, source, monkeypatch):
+    config, target = setup(tiny, source)
+    monkeypatch.setattr(respond, "_ask_transformers", long_answers)
+    with small_disk(tmp_path / "disk", "64k") as disk:  # three answers of 10 kB in the journal; samples are larger
+        with pytest.raises(PipelineError, match="samples.jsonl: the disk is full"):
+            generate(config, target, disk / "prompts")
+        assert list((disk / "prompts").iterdir()) == []
+
+
+def test_sglang_is_asked_with_the_engines_settings(tiny, source, monkeypatch):
+    import contextlib
+
+    from pipeline import engine
+
+    options = {}
+
+    @contextlib.contextmanager
+    def started(model_path, **given):
+        options.update(given)
+        yield
+
+    monkeypatch.setattr(engine, "engine", started)
+    monkeypatch.setattr(engine, "generate", lambda llm, ids, sampling: [
+        {"output_ids": [5], "finish_reason": "length", "meta_info": {}} for _ in ids])
+    config, target = setup(tiny, source, "dump.allow_untested_engine=true", "dump.mem_fraction_static=0.5")
+    [[(_, answer)]] = respond._ask_sglang([A], config, target)
+    assert answer == Response([5], "length")
+    assert options["force_version"] is True and options["mem_fraction_static"] == 0.5 and options["tp_size"] == 1
+
+
 def test_stage_that_keeps_the_sources_answers(tmp_path, tiny, source):
     config, target = setup(tiny, source, "prompts.respond=keep")
-    result = generate(config, target, tmp_path)
-    (_, sample) = read_samples(tmp_path / "samples.jsonl")
+    result = generate(config, target, tmp_path / "prompts")
+    (_, sample) = read_samples(tmp_path / "prompts" / "samples.jsonl")
     assert sample.id == "q3" and sample.finish_reason is None
     tokenizer = target.tokenizer()
     assert sample.input_ids == tokenizer.apply_chat_template(sample.messages)["input_ids"]
@@ -244,9 +335,9 @@ def test_masks_that_are_all_zero_stop_the_stage(tmp_path, tiny, source, monkeypa
     tokenizer.chat_template = "{% generation %}{% endgeneration %}" + tokenizer.chat_template
     monkeypatch.setattr(type(target), "tokenizer", lambda self: tokenizer)
     with pytest.raises(PipelineError, match="no_trained_tokens") as e:
-        generate(config, target, tmp_path)
+        generate(config, target, tmp_path / "prompts")
     assert "generation" in e.value.fix and "prompts.respond=target" in e.value.fix
-    assert not (tmp_path / "samples.jsonl").exists()
+    assert not (tmp_path / "prompts" / "samples.jsonl").exists()
 
 
 def test_empty_source(tmp_path, tiny):
@@ -254,7 +345,7 @@ def test_empty_source(tmp_path, tiny):
     path.write_text("")
     config, target = setup(tiny, path)
     with pytest.raises(PipelineError, match="holds no records"):
-        generate(config, target, tmp_path)
+        generate(config, target, tmp_path / "prompts")
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import json
+import random
 import tempfile
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from pipeline import store as store_module
 from pipeline.errors import PipelineError
 from pipeline.store import HiddenStore, ShardBuilder, sample_ids, shard_path, shard_paths
 
@@ -70,6 +72,26 @@ def test_more_than_100000_shards_stay_in_order(tmp_path):
         builder.add(*sample)
         builder.write(shard_path(tmp_path, number))
     assert [r.id for r in HiddenStore(shard_paths(tmp_path)).samples] == ["sample-2", "sample-99999", "sample-100000"]
+
+
+def test_few_shards_are_mapped_at_once_and_any_order_reads_right(tmp_path, monkeypatch):
+    # Linux allows a process 65,530 maps: a dump of 10 TB has more shards than can be mapped together.
+    monkeypatch.setattr(store_module, "_OPEN_SHARDS", 3)
+    samples = {s[0]: s for s in (make_sample(i, 1 + i % 3) for i in range(24))}
+    store = HiddenStore(write_shards(tmp_path, samples.values(), 4))
+    assert len(store.paths) >= 8
+
+    def mapped() -> int:
+        return len({line.split()[-1] for line in open("/proc/self/maps") if str(tmp_path) in line})
+
+    assert mapped() == 0
+    order = store.samples * 3
+    random.Random(0).shuffle(order)
+    for ref in order:
+        _, ids, states = samples[ref.id]
+        assert torch.equal(store.input_ids(ref), ids)
+        assert all(torch.equal(store.rows(ref, name), state) for name, state in states.items())
+        assert 1 <= mapped() <= 3
 
 
 @pytest.mark.parametrize("damage", ["truncated", "header", "missing", "foreign", "offsets"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +27,12 @@ from pipeline.samples import Sample, write_samples
 from pipeline.stage import StageResult
 
 if TYPE_CHECKING:
+    from pipeline.prompts.decode import Response
     from pipeline.target import Target
 
 
 def generate(config: Config, target: Target, folder: Path) -> StageResult:
-    """Write `samples.jsonl` and `skipped.jsonl` into `folder`, going on from its `responses.jsonl` if there is one.
+    """Write `samples.jsonl` and `skipped.jsonl` into `folder`; the target's answers stay in `responses/` beside it.
 
     Counts: read = kept + duplicates + the sum of all `skipped_<reason>`.
 
@@ -44,22 +45,23 @@ def generate(config: Config, target: Target, folder: Path) -> StageResult:
     selection = select(records, respond=prompts.respond, system_prompt=prompts.system_prompt, limit=prompts.limit)
     encoder = ChatEncoder(target.tokenizer(), target.eos_token_ids)
     if prompts.respond == "target":
-        samples = _answered(selection, encoder, config, target, folder / "responses.jsonl")
+        samples = _answered(selection, encoder, config, target, folder.parent)
     else:
         samples = _encoded(selection, encoder, config.target.context_length)
-    if not samples:
-        raise _nothing_left(selection, config)
-
+    counts: Counter[str] = Counter()
     samples_path, skipped_path = folder / "samples.jsonl", folder / "skipped.jsonl"
-    write_samples(samples_path, samples)
+    write_samples(samples_path, _counted(samples, counts, selection, config))
     write_text(skipped_path, "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in selection.skipped))
-    return StageResult(outputs=[samples_path, skipped_path], counts=_counts(selection, samples))
+    return StageResult(outputs=[samples_path, skipped_path], counts=_all_counts(selection, counts))
 
 
-def _answered(selection: Selection, encoder: ChatEncoder, config: Config, target: Target, journal: Path
-              ) -> list[Sample]:
-    """Samples whose last turn the target writes. Its exact tokens follow the prompt's, and only they count."""
-    from pipeline.prompts.respond import Request, respond
+def _answered(selection: Selection, encoder: ChatEncoder, config: Config, target: Target, run_dir: Path
+              ) -> Iterator[Sample]:
+    """Samples whose last turn the target writes. Its exact tokens follow the prompt's, and only they count.
+
+    All questions are asked before this returns; the samples are then made one by one.
+    """
+    from pipeline.prompts.respond import Request, journal_path, respond
 
     room = config.target.context_length - config.prompts.max_new_tokens
     asked: list[tuple[Record, Request]] = []
@@ -72,22 +74,21 @@ def _answered(selection: Selection, encoder: ChatEncoder, config: Config, target
             asked.append((record, Request(record.id, ids)))
         except Refused as e:
             selection.skip(record, e.reason, e.detail)
-    answers = respond([request for _, request in asked], config, target, journal) if asked else {}
-    samples = []
-    for record, request in asked:
-        answer = answers[request.id]
+    answers = respond([request for _, request in asked], config, target, journal_path(run_dir, config, target))
+
+    def sample(record: Record, prompt_ids: list[int], answer: Response) -> Sample:
         text = encoder.tokenizer.decode(answer.ids, skip_special_tokens=True)
-        samples.append(Sample(
-            id=record.id, split=record.split, category=record.category,
-            messages=[*record.messages, {"role": "assistant", "content": text}],
-            input_ids=request.prompt_ids + answer.ids,
-            loss_mask=[0] * len(request.prompt_ids) + [1] * len(answer.ids), finish_reason=answer.finish_reason))
-    return samples
+        return Sample(id=record.id, split=record.split, category=record.category,
+                      messages=[*record.messages, {"role": "assistant", "content": text}],
+                      input_ids=prompt_ids + answer.ids, loss_mask=[0] * len(prompt_ids) + [1] * len(answer.ids),
+                      finish_reason=answer.finish_reason)
+
+    return (sample(record, request.prompt_ids, answer)
+            for (record, request), answer in zip(asked, answers, strict=True))
 
 
-def _encoded(selection: Selection, encoder: ChatEncoder, context_length: int) -> list[Sample]:
+def _encoded(selection: Selection, encoder: ChatEncoder, context_length: int) -> Iterator[Sample]:
     """Samples with the source's own responses; every assistant turn counts."""
-    samples = []
     for record in selection.records:
         try:
             ids, mask = encoder.encode(record.messages)
@@ -95,11 +96,21 @@ def _encoded(selection: Selection, encoder: ChatEncoder, context_length: int) ->
                 raise Refused("too_long", f"{len(ids)} tokens are more than target.context_length = {context_length}")
             if not any(mask):
                 raise Refused("no_trained_tokens", "the loss mask sums to 0")
-            samples.append(Sample(id=record.id, split=record.split, category=record.category, messages=record.messages,
-                                  input_ids=ids, loss_mask=mask, finish_reason=None))
         except Refused as e:
             selection.skip(record, e.reason, e.detail)
-    return samples
+            continue
+        yield Sample(id=record.id, split=record.split, category=record.category, messages=record.messages,
+                     input_ids=ids, loss_mask=mask, finish_reason=None)
+
+
+def _counted(samples: Iterator[Sample], counts: Counter[str], selection: Selection, config: Config) -> Iterator[Sample]:
+    """Hand samples on and count them; that there was none is an error."""
+    for sample in samples:
+        counts.update({"kept": 1, f"{sample.split}_samples": 1, f"finish_{sample.finish_reason}": 1,
+                       "tokens": len(sample.input_ids), "trained_tokens": sum(sample.loss_mask)})
+        yield sample
+    if not counts["kept"]:
+        raise _nothing_left(selection, config)
 
 
 def _nothing_left(selection: Selection, config: Config) -> PipelineError:
@@ -125,19 +136,13 @@ def _nothing_left(selection: Selection, config: Config) -> PipelineError:
         fix=fixes.get(most, "look at the source's records"))
 
 
-def _counts(selection: Selection, samples: Iterable[Sample]) -> dict[str, int]:
-    samples = list(samples)
-    splits, finishes = Counter(s.split for s in samples), Counter(s.finish_reason for s in samples)
+def _all_counts(selection: Selection, counts: Counter[str]) -> dict[str, int]:
     reasons = Counter(s["reason"] for s in selection.skipped)
+    of_samples = ("train_samples", "heldout_samples", "tokens", "trained_tokens", "finish_stop", "finish_length")
     return {
         "read": selection.read,
-        "kept": len(samples),
+        "kept": counts["kept"],
         "duplicates": selection.duplicates,
         **{f"skipped_{reason}": n for reason, n in sorted(reasons.items())},
-        "train_samples": splits["train"],
-        "heldout_samples": splits["heldout"],
-        "tokens": sum(len(s.input_ids) for s in samples),
-        "trained_tokens": sum(sum(s.loss_mask) for s in samples),
-        "finish_stop": finishes["stop"],
-        "finish_length": finishes["length"],
+        **{name: counts[name] for name in of_samples},
     }

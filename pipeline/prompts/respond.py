@@ -38,23 +38,38 @@ class Request:
         return int(sha256_json([seed, self.key])[:15], 16)
 
 
+def journal_path(run_dir: Path, config: Config, target: Target) -> Path:
+    """The journal of a run for one way to answer: everything an answer depends on beside its prompt is in the name.
+
+    It lies outside the stage's folder, so that another source, limit or held-out share asks only what is new.
+    """
+    prompts = config.prompts
+    sampling = {"temperature": prompts.temperature, "top_p": prompts.top_p, "seed": config.seed}
+    way = sha256_json({
+        "target": target.record.model_dump(exclude={"path"}), "eos_token_ids": target.eos_token_ids,
+        "engine": prompts.respond_engine, "dtype": prompts.respond_dtype, "max_new_tokens": prompts.max_new_tokens,
+        "sampling": sampling if prompts.temperature > 0 else "greedy"})
+    return Path(run_dir) / "responses" / f"{way[:16]}.jsonl"
+
+
 class Journal:
     """Answers in the order they came, one JSON line each, on disk before the next batch is asked.
 
-    Opening it drops a last line that a killed process left unfinished.
+    Opening it drops a last line that a killed process left unfinished. In memory is only where each answer lies.
 
     Raises:
-        PipelineError: a line before the last one is damaged.
+        PipelineError: a line before the last one is damaged, or the disk refuses.
     """
 
     def __init__(self, path: Path):
         self.path = Path(path)
-        self._answers: dict[str, Response] = {}
-        whole = self._load() if self.path.exists() else 0
+        self._starts: dict[str, int] = {}
+        """`Request.key` → byte at which the line begins"""
+        self._end = self._load() if self.path.exists() else 0
         make_dir(self.path.parent)
         with clear_disk_errors(self.path):
-            self._file = open(self.path, "ab")
-            self._file.truncate(whole)
+            self._file = open(self.path, "ab", buffering=0)  # a full disk must not leave bytes for close() to try again
+            self._file.truncate(self._end)
 
     def __enter__(self) -> Journal:
         return self
@@ -62,30 +77,39 @@ class Journal:
     def __exit__(self, *exc: object) -> None:
         self._file.close()
 
+    def __contains__(self, request: Request) -> bool:
+        return request.key in self._starts
+
     def get(self, request: Request) -> Response | None:
-        return self._answers.get(request.key)
+        """Read an answer; None if there is none."""
+        if (start := self._starts.get(request.key)) is None:
+            return None
+        with open(self.path, "rb") as f:
+            f.seek(start)
+            return _parsed(f.readline())[1]
 
     def add(self, answers: list[tuple[Request, Response]]) -> None:
         """Store answers durably."""
-        lines = [{"id": q.id, "prompt": q.key, "ids": a.ids, "finish_reason": a.finish_reason} for q, a in answers]
+        said = ({"id": q.id, "prompt": q.key, "ids": a.ids, "finish_reason": a.finish_reason} for q, a in answers)
+        lines = [json.dumps(line).encode() + b"\n" for line in said]
+        rest = memoryview(b"".join(lines))
         with clear_disk_errors(self.path):
-            self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-            self._file.flush()
+            while rest:
+                rest = rest[self._file.write(rest):]
             os.fsync(self._file.fileno())
-        self._answers.update((q.key, a) for q, a in answers)
+        for (request, _), line in zip(answers, lines):
+            self._starts[request.key] = self._end
+            self._end += len(line)
 
     def _load(self) -> int:
-        """Read the answers; returns the length in bytes of the whole lines."""
-        from pipeline.prompts.decode import Response
-
+        """Find the answers; returns the length in bytes of the whole lines."""
         whole = 0
         with open(self.path, "rb") as f:
             for number, line in enumerate(f, 1):
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    raw = json.loads(line)
-                    self._answers[raw["prompt"]] = Response(raw["ids"], raw["finish_reason"])
+                    self._starts[_parsed(line)[0]] = whole
                 except (ValueError, KeyError, TypeError) as e:
                     where = f"{self.path}:{number}"
                     raise PipelineError(f"{where} is damaged: {e}", field=where,
@@ -94,12 +118,23 @@ class Journal:
         return whole
 
 
-def respond(requests: list[Request], config: Config, target: Target, journal_path: Path) -> dict[str, Response]:
-    """Answers of the target by request id. Answers that are already in the journal are not asked for again."""
-    with Journal(journal_path) as journal:
-        todo = [q for q in requests if journal.get(q) is None]
+def _parsed(line: bytes) -> tuple[str, Response]:
+    from pipeline.prompts.decode import Response
+
+    raw = json.loads(line)
+    return raw["prompt"], Response(raw["ids"], raw["finish_reason"])
+
+
+def respond(requests: list[Request], config: Config, target: Target, path: Path) -> Iterator[Response]:
+    """Answers of the target, in order, read one by one once all are there.
+
+    Args:
+        path: the journal. Answers that are already in it are not asked for again.
+    """
+    with Journal(path) as journal:
+        todo = [q for q in requests if q not in journal]
         if len(todo) < len(requests):
-            print(f"prompts: {len(requests) - len(todo)} answers are already in {journal_path}, {len(todo)} to go")
+            print(f"prompts: {len(requests) - len(todo)} answers are already in {path}, {len(todo)} to go")
         if todo:
             ask = _ask_transformers if config.prompts.respond_engine == "transformers" else _ask_sglang
             with _progress(len(todo)) as bar:
@@ -109,7 +144,7 @@ def respond(requests: list[Request], config: Config, target: Target, journal_pat
                     tokens += sum(len(a.ids) for _, a in answers)
                     bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
                     bar.update(len(answers))
-        return {q.id: journal.get(q) for q in requests}
+    return (journal.get(q) for q in requests)
 
 
 def _progress(total: int):
@@ -150,17 +185,18 @@ def length_sorted_batches(requests: list[Request], size: int) -> Iterator[list[R
 
 
 def _ask_sglang(requests: list[Request], config: Config, target: Target) -> Iterator[list[tuple[Request, Response]]]:
-    from pipeline.engine import engine, generate, resolve_device
+    from pipeline.engine import engine, generate, resolve_device, tensor_parallel
     from pipeline.prompts.decode import Response
 
-    prompts = config.prompts
+    prompts, device = config.prompts, resolve_device(config.device)
     sampling = {"temperature": prompts.temperature, "top_p": prompts.top_p, "max_new_tokens": prompts.max_new_tokens,
                 "stop_token_ids": target.eos_token_ids}
     # SGLang draws a batch from one random stream: sampled answers repeat for an uninterrupted run only.
-    with engine(target.path, device=resolve_device(config.device),
-                dtype=_DTYPES.get(prompts.respond_dtype, target.dtype), tp_size=config.target.tp_size,
+    with engine(target.path, device=device, dtype=_DTYPES.get(prompts.respond_dtype, target.dtype),
+                force_version=config.dump.allow_untested_engine, tp_size=tensor_parallel(config, device),
                 context_length=config.target.context_length, quantization=config.target.quantization,
-                trust_remote_code=target.trust_remote_code, random_seed=config.seed) as llm:
+                mem_fraction_static=config.dump.mem_fraction_static, trust_remote_code=target.trust_remote_code,
+                random_seed=config.seed) as llm:
         for i in range(0, len(requests), _SGLANG_BATCH):
             batch = requests[i:i + _SGLANG_BATCH]
             outputs = generate(llm, [q.prompt_ids for q in batch], sampling)
