@@ -29,7 +29,7 @@ STAGE_ARGS = run.root=$(ROOT) run.name=$(RUN) gpus=$(GPUS) $(ARGS)
 # train: accelerate launch, one process per GPU
 TRAIN := $(PY) $(if $(filter-out 1,$(GPUS)),-m pipeline.launch $(GPUS))
 
-.PHONY: help install run prompts dump standardize train export verify summary show-config validate test
+.PHONY: help install run prompts dump standardize train export verify summary view show-config validate test
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -78,6 +78,9 @@ verify: install ## 6  replay the export, serve it in the real engine
 
 summary: install ## one page about a run: samples, wiring, accept lengths, what to type next
 	@$(PY) -m pipeline.summary $(ROOT)/$(RUN)
+
+view: install ## samples of a run, with the trained tokens marked: make view RUN=demo
+	@$(PY) -m pipeline.prompts.view $(ROOT)/$(RUN) $(ARGS)
 
 show-config: install ## the resolved configuration: make show-config STAGE=train ARGS="train.lr=5e-4"
 	@$(PY) stages/0[1-6]_*$(or $(STAGE),train)*.py --cfg job --resolve $(STAGE_ARGS)

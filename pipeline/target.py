@@ -79,7 +79,7 @@ class Target:
         return getattr(torch, self.dtype)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return _load_tokenizer(self.path, self.trust_remote_code)
+        return load_tokenizer(self.path, self.trust_remote_code)
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
@@ -180,7 +180,7 @@ def open_target(config: Config) -> tuple[Target, Config]:
         PipelineError: no such folder or hub id, remote code needed but not allowed, or a fact that differs.
     """
     asked = config.target
-    path = _local_path(asked)
+    path = local_folder(asked.path, asked.revision, asked.trust_remote_code)
     hf_config = _load_config(path, asked)
     text = hf_config.get_text_config()
     architecture = (hf_config.architectures or [type(hf_config).__name__])[0]
@@ -194,7 +194,7 @@ def open_target(config: Config) -> tuple[Target, Config]:
                                 field=f"target.{key}", value=value,
                                 fix=f"correct it in conf/target/{asked.name}.yaml, or choose the right target.path")
     dtype = _DTYPES.get(asked.dtype) or str(getattr(text, "dtype", None) or "bfloat16").removeprefix("torch.")
-    tokenizer = _load_tokenizer(path, asked.trust_remote_code)
+    tokenizer = load_tokenizer(path, asked.trust_remote_code)
     if not tokenizer.chat_template:
         raise PipelineError("the target's tokenizer has no chat template", field="target.path", value=str(path),
                             fix="use the instruct model, or put chat_template.jinja into its folder")
@@ -237,24 +237,25 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle3-pipeline"
 
 
-def _local_path(asked: TargetConfig) -> Path:
-    if asked.path == EMBEDDED:
+def local_folder(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+    """The folder behind a target's configured path, which is fetched from the hub or prepared if need be."""
+    if path == EMBEDDED:
         from pipeline.smollm2 import prepare
 
         return prepare(cache_dir())
-    if Path(asked.path).is_dir():
-        return Path(asked.path).resolve()
-    if asked.path.startswith(("/", ".", "~")) or asked.path.startswith("embedded:"):
-        raise PipelineError("the target's folder does not exist", field="target.path", value=asked.path,
+    if Path(path).is_dir():
+        return Path(path).resolve()
+    if path.startswith(("/", ".", "~")) or path.startswith("embedded:"):
+        raise PipelineError("the target's folder does not exist", field="target.path", value=path,
                             fix='give a folder, a hub id, or leave the default: ARGS="target=smollm2_135m"')
     from huggingface_hub import snapshot_download
 
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"] + (["*.py"] if trust_remote_code else [])
     try:
-        return Path(snapshot_download(asked.path, revision=asked.revision, allow_patterns=[
-            "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"] + (["*.py"] if asked.trust_remote_code else [])))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
     except Exception as e:  # the hub client has a dozen error types for "not there" and "no network"
         raise PipelineError(f"cannot fetch the target from the hub: {type(e).__name__}: {str(e).splitlines()[0]}",
-                            field="target.path", value=asked.path,
+                            field="target.path", value=path,
                             fix='check name and network, or give a downloaded folder: ARGS="target.path=/models/…"') from e
 
 
@@ -269,7 +270,7 @@ def _load_config(path: Path, asked: TargetConfig) -> PretrainedConfig:
                             value=str(path), fix=hint) from e
 
 
-def _load_tokenizer(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:

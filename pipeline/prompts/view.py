@@ -1,6 +1,6 @@
 """Print samples with the trained tokens coloured: the quickest way to see a wrong loss mask.
 
-    python -m pipeline.prompts.view runs/demo/prompts/samples.jsonl --target DIR [-n 3] [--id q-0001]
+    python -m pipeline.prompts.view runs/demo [-n 3] [--id q-0001]
 
 Without a terminal the trained tokens stand in ⟦brackets⟧.
 """
@@ -13,7 +13,9 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from pipeline.errors import PipelineError
+from pipeline.manifest import load_manifest
 from pipeline.samples import Sample, read_samples
+from pipeline.target import load_tokenizer, local_folder
 
 _COLOURS, _BRACKETS = ("\x1b[30;42m", "\x1b[0m"), ("⟦", "⟧")
 
@@ -30,19 +32,24 @@ def show(sample: Sample, tokenizer, *, colour: bool) -> str:
     return f"{head}\n{''.join(parts)}\n"
 
 
+def _recorded_target(run_dir: Path) -> Path:
+    manifest = load_manifest(run_dir)
+    if manifest is None:
+        raise PipelineError("this run has no manifest", field=str(run_dir), fix="make prompts")
+    return local_folder(manifest.target.path, manifest.target.revision)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.prompts.view", description=__doc__.splitlines()[0])
-    parser.add_argument("samples", type=Path)
-    parser.add_argument("--target", required=True, help="folder of the target (for its tokenizer)")
+    parser.add_argument("run", type=Path, help="folder of the run, e.g. runs/demo")
+    parser.add_argument("--target", help="folder of the target, for its tokenizer (default: what the run's manifest says)")
     parser.add_argument("-n", type=int, default=3, help="number of samples (default 3)")
     parser.add_argument("--id", help="show this sample only")
     parser.add_argument("--trust-remote-code", action="store_true", help="for tokenizers that need their own code")
     args = parser.parse_args(arguments)
     try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
-        samples = (s for s in read_samples(args.samples) if args.id in (None, s.id))
+        tokenizer = load_tokenizer(Path(args.target) if args.target else _recorded_target(args.run), args.trust_remote_code)
+        samples = (s for s in read_samples(args.run / "prompts" / "samples.jsonl") if args.id in (None, s.id))
         for sample in islice(samples, args.n):
             print(show(sample, tokenizer, colour=sys.stdout.isatty()))
     except PipelineError as e:
