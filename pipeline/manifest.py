@@ -164,6 +164,8 @@ class StageRecord(Strict):
     git_commit: str | None
     seed: int
     wall_seconds: float
+    peak_memory_gib: float = 0.0
+    """largest resident size of any one process of the stage"""
     finished_at: str
 
     def digest(self) -> str:

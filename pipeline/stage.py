@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import fcntl
 import os
+import resource
 import shutil
 import subprocess
 import time
@@ -91,7 +92,7 @@ def run_stage(name: StageName, run_dir: Path, *, target: TargetRecord, config: d
         manifest.stages[name] = StageRecord(
             config=config, config_sha256=config_sha256, inputs=inputs, outputs=outputs, counts=result.counts,
             metrics=result.metrics, versions=_versions(), git_commit=_git_commit(), seed=seed,
-            wall_seconds=round(time.monotonic() - started, 1),
+            wall_seconds=round(time.monotonic() - started, 1), peak_memory_gib=_peak_memory_gib(),
             finished_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         )
         save_manifest(run_dir, manifest)
@@ -200,6 +201,12 @@ def _lock(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _peak_memory_gib() -> float:
+    """Of this process and of the children that have ended, engines included; Linux counts in KiB."""
+    peaks = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return round(max(peaks) / 2**20, 2)
 
 
 def _versions() -> dict[str, str]:

@@ -26,7 +26,8 @@ def _target(m: Manifest) -> str:
     t = m.target
     wall = sum(s.wall_seconds for s in m.stages.values())
     return (f"Run {m.run}: drafter for {t.path} ({t.architecture}, {t.num_layers} layers, H={t.hidden_size}, {t.dtype})\n"
-            f"Stages: {', '.join(f'{n} {s.wall_seconds:.0f} s' for n, s in m.stages.items())}; together {wall / 60:.1f} min")
+            f"Stages: {', '.join(f'{n} {s.wall_seconds:.0f} s' for n, s in m.stages.items())}; together {wall / 60:.1f} min, "
+            f"at most {max((s.peak_memory_gib for s in m.stages.values()), default=0):.1f} GiB in one process")
 
 
 def _data(m: Manifest) -> str:
@@ -93,12 +94,14 @@ def _next(m: Manifest, run_dir: Path) -> str:
     if todo is not None:
         return f"Next: make {todo} RUN={m.run}"
     export = run_dir / "export"
-    return (f"Serving config  {export / 'serving.yaml'}\n"
-            f"Manifest        {run_dir / 'manifest.json'}\n"
-            "Type next\n"
-            f"  {export / 'launch_sglang.sh'}\n"
-            f'  make dump RUN={m.run} ARGS="slots.layers=[2,15,27]"   # other layers, then make standardize train export verify\n'
-            '  make run RUN=mine ARGS="target=local target.path=/models/my-model prompts.source=my.jsonl"')
+    lines = [f"Serving config  {export / 'serving.yaml'}", f"Manifest        {run_dir / 'manifest.json'}", "Type next",
+             f"  {export / 'launch_sglang.sh'}", f"  make view RUN={m.run}   # samples with the trained tokens marked"]
+    others = [layer + 1 for layer in m.fc_layers()]
+    if others[-1] < m.target.num_layers - 1:
+        wish = str(others).replace(" ", "")
+        lines.append(f'  make run RUN={m.run}-b ARGS="slots.layers={wish}"   # the same with other layers')
+    lines.append('  make run RUN=mine ARGS="target=local target.path=/models/my-model prompts.source=my.jsonl"')
+    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:

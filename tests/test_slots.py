@@ -85,7 +85,7 @@ def test_rebinding_keeps_what_is_known_of_the_dumped_tensors():
 def test_a_drafter_trained_on_other_layers_than_bound_now_is_not_exported():
     held = manifest((2, 14, 58), dumped=(2, 14, 30, 58))
     held.stages["train"] = StageRecord(config={"layers": [2, 30, 58]}, config_sha256="", inputs={}, outputs=[], versions={},
-                                       git_commit=None, seed=0, wall_seconds=0, finished_at="")
+                                       git_commit=None, seed=0, wall_seconds=0, peak_memory_gib=0, finished_at="")
     with pytest.raises(PipelineError, match=r"trained on layer outputs \[2, 30, 58\], the slots hold \[2, 14, 58\]") as e:
         check_trained(held)
     assert e.value.fix == "make train RUN=demo"
