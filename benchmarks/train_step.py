@@ -20,7 +20,8 @@ import workload
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pipeline.drafter import Drafter, DrafterConfig, FrozenTarget, PackedBatch  # noqa: E402
+from pipeline.alignment import PackedBatch  # noqa: E402
+from pipeline.drafter import Drafter, DrafterConfig, FrozenTarget  # noqa: E402
 from pipeline.target import OutputHead  # noqa: E402
 
 
@@ -87,7 +88,7 @@ def main() -> None:
 
     def step() -> tuple[float, list[float]]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.dtype == "bf16"):
-            out = drafter.forward_ttt(batch, target, s.ttt, step_weights)
+            out = drafter(batch, target, step_weights)
         optimizer.zero_grad()
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)

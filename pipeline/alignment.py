@@ -97,7 +97,8 @@ class Rows:
         answer: [P] draft-vocabulary id of that argmax.
         row_of: [P, T] compact row that learns from token p at step j (p = i+1+j); 0 where there is none.
         used: [P, T] bool, whether there is such a row and it is gated at step j.
-        gated: [T] gated rows per step. Accuracy is over these; an argmax outside the draft vocabulary is a miss.
+        gates: [N, T] bool, whether the row is gated at step j. Accuracy is over these; an argmax outside the draft
+            vocabulary is a miss.
         loss_rows: [T] gated rows per step whose argmax is inside the draft vocabulary. The loss is over these.
     """
 
@@ -108,7 +109,7 @@ class Rows:
     answer: Tensor
     row_of: Tensor
     used: Tensor
-    gated: Tensor
+    gates: Tensor
     loss_rows: Tensor
 
 
@@ -143,7 +144,7 @@ def select_rows(loss_mask: Tensor, lengths: Tensor, answer: Tensor, steps: int) 
         answer=answer[tokens],
         row_of=compact[row.clamp(min=0)].where(used, torch.zeros((), dtype=torch.long)),
         used=used,
-        gated=gates.sum(0),
+        gates=gates[index],
         loss_rows=used.sum(0),
     )
 

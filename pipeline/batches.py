@@ -1,26 +1,29 @@
 """From shards to packed batches: which samples go together, read by memory map, a few steps ahead of training.
 
 The order depends on seed and epoch only. Samples are packed one after the other (no padding) up to a token budget. An
-optimizer step takes the next `ranks · accumulation` batches of that order, so what it learns from does not depend on how
-many ranks share it.
+optimizer step takes the next `ranks · accumulation` batches of that order, so what it learns from does not depend on
+how many ranks share it.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.drafter import PackedBatch
+from pipeline.alignment import PackedBatch
 from pipeline.errors import PipelineError
 from pipeline.manifest import Slot
+from pipeline.standardize import layout, layout_of
 from pipeline.store import HiddenStore, SampleRef
 from pipeline.target import OutputHead
 
@@ -69,22 +72,20 @@ class TrainingData:
     """The samples of a part of the split, as packed batches.
 
     Args:
-        shards: the dump's shards.
-        aligned: folder with stage 3's file of the same name for each.
+        store, aligned: the dump's shards and stage 3's files, shared by both parts.
         slots: the run's slots, which name the tensors to read.
         sample_ids: the samples of the part, e.g. split["train"].
         head: the target's output head, whose norm is applied where the teacher slot holds pre-norm states.
         dtype: type of features and final hidden in the batches.
 
     Raises:
-        PipelineError: a file is missing or damaged, or a sample is not in the shards.
+        PipelineError: a sample is not in the shards.
     """
 
-    def __init__(self, shards: list[Path], aligned: Path, slots: dict[str, Slot], sample_ids: list[str],
+    def __init__(self, store: HiddenStore, aligned: AlignedFiles, slots: dict[str, Slot], sample_ids: list[str],
                  head: OutputHead, dtype: torch.dtype):
-        self._store = HiddenStore(shards)
-        self._aligned = [_Aligned(aligned / path.name) for path in shards]
-        refs = {ref.id: ref for ref in self._store.samples}
+        self._store, self._aligned = store, aligned
+        refs = {ref.id: ref for ref in store.samples}
         if missing := [i for i in sample_ids if i not in refs]:
             raise PipelineError(f"{len(missing)} samples of split.json are not in the shards, e.g. {missing[0]!r}",
                                 field="standardize/split.json", fix='make standardize ARGS="force=true"')
@@ -112,30 +113,51 @@ class TrainingData:
             input_ids=torch.cat([self._store.input_ids(ref) for ref in refs]),
             features=features,
             final_hidden=final_hidden,
-            loss_mask=torch.cat([self._aligned[ref.shard].rows(ref, "loss_mask") for ref in refs]).bool(),
-            teacher_argmax=torch.cat([self._aligned[ref.shard].rows(ref, "teacher_argmax") for ref in refs]),
+            loss_mask=torch.cat([self._aligned.rows(ref, "loss_mask") for ref in refs]).bool(),
+            teacher_argmax=torch.cat([self._aligned.rows(ref, "teacher_argmax") for ref in refs]),
             sample_lengths=torch.tensor([ref.length for ref in refs]),
         )
 
 
-class _Aligned:
-    """One of stage 3's files, read by slices."""
+class AlignedFiles:
+    """Stage 3's files, which go row by row with the dump's shards. Read by slices, at most `OPEN` mapped at a time.
 
-    def __init__(self, path: Path):
-        self._path = path
-        try:
-            self._file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as e:
-            raise self._damaged(e) from e
+    Raises:
+        PipelineError: a file is missing or damaged, or it was made for other samples or rows than the shard holds now.
+    """
+
+    OPEN = 64
+
+    def __init__(self, folder: Path, store: HiddenStore):
+        self._paths = [folder / path.name for path in store.paths]
+        self._open = functools.lru_cache(self.OPEN)(self._open)
+        for shard, group in groupby(store.samples, key=lambda ref: ref.shard):
+            self._check(shard, list(group))
 
     def rows(self, ref: SampleRef, name: str) -> Tensor:
+        """One sample's rows, [length]."""
         try:
-            return self._file.get_slice(name)[ref.start:ref.start + ref.length]
+            return self._open(ref.shard).get_slice(name)[ref.start:ref.start + ref.length]
         except SafetensorError as e:
-            raise self._damaged(e) from e
+            raise self._refused(ref.shard, f"cannot be read: {e}") from e
 
-    def _damaged(self, why: Exception) -> PipelineError:
-        return PipelineError(f"{self._path} cannot be read: {why}", field=str(self._path),
+    def _open(self, shard: int) -> safe_open:
+        try:
+            return safe_open(self._paths[shard], framework="pt")
+        except (OSError, SafetensorError) as e:
+            raise self._refused(shard, f"cannot be read: {e}") from e
+
+    def _check(self, shard: int, refs: list[SampleRef]) -> None:
+        file, rows = self._open(shard), refs[-1].start + refs[-1].length
+        try:
+            shapes = {name: file.get_slice(name).get_shape() for name in ("loss_mask", "teacher_argmax")}
+        except SafetensorError as e:
+            raise self._refused(shard, f"cannot be read: {e}") from e
+        if layout_of(file.metadata()) != layout(refs) or any(s != [rows] for s in shapes.values()):
+            raise self._refused(shard, f"was made for another dump than the shard of {rows} rows beside it")
+
+    def _refused(self, shard: int, why: str) -> PipelineError:
+        return PipelineError(f"{self._paths[shard]} {why}", field=str(self._paths[shard]),
                              fix='make standardize ARGS="force=true"')
 
 

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there: `step-00000200/` with safetensors and JSON, no pickle.
 
     model.safetensors      the drafter's parameters and buffers, fp32
-    optimizer.safetensors  AdamW's step and moments per parameter, and the random generators' states
+    optimizer.safetensors  AdamW's step and moments per parameter
     state.json             where training is: optimizer step, epoch, position in the epoch, validation history
     complete.json          size and sha256 of the three, written last
 
@@ -11,9 +11,11 @@ altered checkpoint is passed over, never taken for a whole one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,18 +30,29 @@ _FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 def save_checkpoint(root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> Path:
     """Write `root/step-<step>/` and return it. `state`: plain JSON values."""
     path, tmp = root / f"step-{step:08d}", root / f".tmp-step-{step:08d}"
-    with clear_disk_errors(root):
-        shutil.rmtree(tmp, ignore_errors=True)
+    for leftover in root.glob(".tmp-step-*"):  # of a run that was killed while it saved
+        shutil.rmtree(leftover, ignore_errors=True)
+    with _removed_on_failure(tmp), clear_disk_errors(root):
         make_dir(tmp)
         weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
         save_safetensors(tmp / "model.safetensors", weights)
-        save_safetensors(tmp / "optimizer.safetensors", _optimizer_tensors(model, optimizer) | _random_states())
+        save_safetensors(tmp / "optimizer.safetensors", _optimizer_tensors(model, optimizer))
         write_json(tmp / "state.json", state)
         sizes_and_hashes = {name: [(tmp / name).stat().st_size, sha256_file(tmp / name)] for name in _FILES}
         write_json(tmp / "complete.json", sizes_and_hashes)
         shutil.rmtree(path, ignore_errors=True)
         os.replace(tmp, path)
     return path
+
+
+@contextlib.contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """A full disk must not be kept full by half a checkpoint."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def is_whole(path: Path) -> bool:
@@ -62,21 +75,16 @@ def latest_checkpoint(root: Path) -> Path | None:
     return None
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
-    """Put the weights, moments and random states back; returns `state`."""
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Put the weights and moments back; returns `state`."""
     load_weights(path, model)
     tensors = _read(path / "optimizer.safetensors")
     saved: dict[int, dict[str, Tensor]] = {}
     numbers = {name: i for i, name in enumerate(_parameter_order(model, optimizer))}
     for key, tensor in tensors.items():
-        if key.startswith("random."):
-            continue
         what, name = key.split("/", 1)
         saved.setdefault(numbers[name], {})[what] = tensor
     optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-    torch.set_rng_state(tensors["random.cpu"])
-    if device.type == "cuda" and "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"], device)
     return json.loads((path / "state.json").read_text(encoding="utf-8"))
 
 
@@ -104,13 +112,6 @@ def _parameter_order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     """Names of the parameters in the order in which the optimizer numbers them."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def _random_states() -> dict[str, Tensor]:
-    states = {"random.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["random.cuda"] = torch.cuda.get_rng_state()
-    return states
 
 
 def _read(path: Path) -> dict[str, Tensor]:

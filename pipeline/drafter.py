@@ -14,23 +14,18 @@ n slots, A heads, K key/value heads, D head size, F MLP size, Vd draft vocabular
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.alignment import PackedBatch, Rows, gate, select_rows
+from pipeline.alignment import PackedBatch, Rows, select_rows
 from pipeline.drafter_config import DrafterConfig
 from pipeline.errors import PipelineError
 from pipeline.loss import vocabulary_loss
 from pipeline.rope import Rope, rotate
 from pipeline.target import OutputHead
 from pipeline.ttt import ttt_attention
-
-__all__ = ["Drafter", "DrafterConfig", "FrozenTarget", "PackedBatch", "TTTOutput", "gate"]
-
-STEP_DECAY = 0.8  # weight of TTT step j's loss is STEP_DECAY ** j
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class TTTOutput:
         metrics: [T] tensors, sums to be added over batches and ranks before any ratio is taken:
             `loss_sum` nats, `loss_rows` rows the loss is over, `gated` rows the accuracy is over, `hits` rows whose
             argmax is right, `prefix_hits` rows right at this and every earlier step
-            (τ_row@K = 1 + Σ_{j<K} prefix_hits[j] / gated[j]).
+            (τ_row@K = 1 + Σ_{j<K} prefix_hits[j] / gated[j]), `reached` gated rows right at every earlier step.
         n_rows: N, rows that went through the layer at every step.
     """
 
@@ -180,11 +175,10 @@ class Drafter(nn.Module):
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
 
     def select_rows(self, batch: PackedBatch, steps: int) -> Rows:
-        """The rows of a batch that count; `.gated` and `.loss_rows` [T] are the denominators of its metrics.
+        """The rows of a batch that count; `.loss_rows` [T] are the denominators of its loss.
 
         They are known without a forward: to average over several batches or ranks, add up `.loss_rows` first and pass
-        `step_weights = STEP_DECAY ** j / total_loss_rows[j]` to each `forward_ttt`; the losses (and gradients) then
-        simply add.
+        `step_weights = decay ** j / total_loss_rows[j]` to each forward; the losses (and gradients) then simply add.
 
         Raises:
             PipelineError: a row that counts has no teacher argmax.
@@ -211,32 +205,21 @@ class Drafter(nn.Module):
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
         return self.fc(features)
 
-    def forward(self, *args: Any, **kwargs: Any) -> TTTOutput:
-        """`forward_ttt`, under the name that DDP and FSDP wrap."""
-        return self.forward_ttt(*args, **kwargs)
-
-    def forward_ttt(
-        self,
-        batch: PackedBatch,
-        target: FrozenTarget,
-        steps: int,
-        step_weights: Tensor | None = None,
-        rows: Rows | None = None,
+    def forward(
+        self, batch: PackedBatch, target: FrozenTarget, step_weights: Tensor, rows: Rows | None = None
     ) -> TTTOutput:
         """Unroll T steps over a packed batch and score each against the target.
 
         Args:
             batch: the samples; `features` and `final_hidden` on the drafter's device.
             target: frozen parts of the target, on the drafter's device.
-            steps: T.
-            step_weights: [T] factor of each step's summed loss, by default STEP_DECAY ** j / the batch's loss_rows.
-            rows: `select_rows(batch, steps)` if already worked out.
+            step_weights: [T] factor of each step's summed loss; its length says how many steps to unroll.
+            rows: `select_rows(batch, T)` if already worked out.
 
         Run under `torch.autocast` for bf16; parameters stay fp32 and so does the loss.
         """
+        steps = len(step_weights)
         rows = rows if rows is not None else self.select_rows(batch, steps)
-        if step_weights is None:
-            step_weights = STEP_DECAY ** torch.arange(steps) / rows.loss_rows.clamp(min=1)
         hidden = self.unroll(batch, target, steps, rows)  # [T, N, H]
         device = hidden.device
         row_of, used = rows.row_of.to(device), rows.used.to(device)
@@ -253,14 +236,19 @@ class Drafter(nn.Module):
         # From tokens to rows. What is not used is no hit and adds 0 to row 0.
         hits = torch.zeros(max(len(rows.index), 1), steps, dtype=torch.long, device=device)
         hits.scatter_add_(0, row_of, result.hits.long())
+        prefix_hits = hits.cumprod(1)
+        gates = rows.gates.to(device)
+        reached = gates.sum(0)
+        reached[1:] = (gates[:, 1:] * prefix_hits[: len(gates), :-1]).sum(0)
         return TTTOutput(
             loss=result.loss,
             metrics={
                 "loss_sum": result.loss_sums,
                 "loss_rows": rows.loss_rows.to(device),
-                "gated": rows.gated.to(device),
+                "gated": gates.sum(0),
+                "reached": reached,
                 "hits": hits.sum(0),
-                "prefix_hits": hits.cumprod(1).sum(0),
+                "prefix_hits": prefix_hits.sum(0),
             },
             n_rows=len(rows.index),
         )

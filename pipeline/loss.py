@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from pipeline.target import OutputHead
 
 # Largest number of logits at a time. Below 32 MiB of fp32 glibc keeps freed blocks instead of unmapping them, which
-# otherwise costs a page fault per 4 KiB at every use.
-CHUNK_LOGITS = 7_500_000
+# otherwise costs a page fault per 4 KiB at every use. A GPU has no such bound and wants larger products (480 MB).
+CHUNK_LOGITS = {"cpu": 7_500_000, "cuda": 120_000_000}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def vocabulary_loss(
     used: Tensor,
     step_weights: Tensor,
     *,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> VocabLoss:
     """Soft cross entropy of T TTT steps against the target, without ever holding [rows, vocab].
 
@@ -63,9 +63,10 @@ def vocabulary_loss(
         row_of, used: [P, T] as in `alignment.Rows`.
         step_weights: [T] factor of each step's sum in `loss`, known before the forward so that the gradients can be
             accumulated in the same pass.
-        chunk_logits: bound on rows × vocabulary of one chunk.
+        chunk_logits: bound on rows × vocabulary of one chunk, by default what suits the device.
     """
     grad = torch.is_grad_enabled() and (hidden.requires_grad or lm_head.requires_grad)
+    chunk_logits = chunk_logits or CHUNK_LOGITS[hidden.device.type]
     chunk = max(1, chunk_logits // (lm_head.shape[0] * row_of.shape[1]))
     args = (hidden, lm_head, head, final_hidden, answer, row_of, used, step_weights, chunk, grad)
     return VocabLoss(*_VocabularyLoss.apply(*args))

@@ -10,31 +10,31 @@ from torch import Tensor
 
 from pipeline.drafter import TTTOutput
 
-NAMES = ("loss_sum", "loss_rows", "gated", "hits", "prefix_hits")
+NAMES = ("loss_sum", "loss_rows", "gated", "reached", "hits", "prefix_hits")
 TAU_STEPS = 3  # K of τ_row@K everywhere unless said otherwise
 
 
 def stack(output: TTTOutput) -> Tensor:
-    """The sums of one forward as [5, T] float64 in the order of `NAMES`, ready to be added up."""
+    """The sums of one forward as [6, T] float64 in the order of `NAMES`, ready to be added up."""
     return torch.stack([output.metrics[name].detach().double() for name in NAMES])
 
 
 def ratios(sums: Tensor) -> dict[str, float | list[float]]:
-    """Ratios of `sums` [5, T].
+    """Ratios of `sums` [6, T].
 
     Returns:
         loss: cross entropy in nats per TTT step, over rows whose teacher argmax is in the draft vocabulary.
         accuracy: per step, over all gated rows; an argmax outside the draft vocabulary is a miss.
-        conditional_accuracy: accuracy of step j given that every earlier step was right (ratio of the joint rates).
+        conditional_accuracy: accuracy of step j over the rows gated there that were right at every earlier step, i.e.
+            how often the engine accepts draft j once it has accepted the drafts before it.
         tau_row@3: 1 + Σ_{j<3} (rows right at steps 0 … j) / (rows gated at step j); absent with fewer steps.
     """
-    loss_sum, loss_rows, gated, hits, prefix_hits = sums.cpu()
+    loss_sum, loss_rows, gated, reached, hits, prefix_hits = sums.cpu()
     joint = prefix_hits / gated.clamp(min=1)
-    before = torch.cat([torch.ones(1, dtype=joint.dtype), joint[:-1]])
     result: dict[str, float | list[float]] = {
         "loss": (loss_sum / loss_rows.clamp(min=1)).tolist(),
         "accuracy": (hits / gated.clamp(min=1)).tolist(),
-        "conditional_accuracy": (joint / before).nan_to_num(0.0, 0.0, 0.0).tolist(),
+        "conditional_accuracy": (prefix_hits / reached.clamp(min=1)).tolist(),
     }
     if len(joint) >= TAU_STEPS:
         result[f"tau_row@{TAU_STEPS}"] = 1.0 + float(joint[:TAU_STEPS].sum())

@@ -1,4 +1,4 @@
-"""The processes of `accelerate launch`: rank 0 keeps lock and manifest, the others only help to train.
+"""The processes of `pipeline.launch`: rank 0 keeps lock and manifest, the others only help to train.
 
 Rank 0 runs the stage as always. The others call `wait_for_rank_0`, which returns True once rank 0 has begun to train,
 and False if there is nothing to do (the stage is up to date). If rank 0 fails, the launcher ends the others.
@@ -6,11 +6,16 @@ and False if there is nothing to do (the stage is up to date). If rank 0 fails, 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+
+from pipeline.errors import PipelineError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -19,7 +24,7 @@ _announced = False
 
 
 def is_main_process() -> bool:
-    """False on the ranks other than 0 of `accelerate launch`."""
+    """False on the ranks other than 0."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -50,6 +55,23 @@ def dismiss(device: str) -> None:
 def wait_for_rank_0(device: str) -> bool:
     """Ranks other than 0: whether there is training to take part in."""
     return bool(_broadcast(make_accelerator(device), 0))
+
+
+@contextlib.contextmanager
+def errors_said_once(accelerator: Accelerator, ended: threading.Event, patience: float = 10.0) -> Iterator[None]:
+    """Let one rank say what went wrong, and the others end without a word.
+
+    An error on one rank shows on the others as a broken connection, or strikes all at once. Rank 0 says what it means
+    for the user at once; in every other case a rank waits for the launcher to end it (`ended`, set by SIGTERM) because
+    some rank has spoken, and speaks only if that does not happen within `patience` seconds.
+    """
+    try:
+        yield
+    except Exception as e:
+        speaks_first = accelerator.is_main_process and isinstance(e, PipelineError)
+        if accelerator.num_processes > 1 and not speaks_first and ended.wait(patience):
+            raise SystemExit(1) from None
+        raise
 
 
 def _broadcast(accelerator: Accelerator, value: int) -> int:

@@ -7,13 +7,17 @@ shard of the dump a small file of the same name is written, row by row in step w
     teacher_argmax  int32 [rows]   argmax of the target's logits over its full vocabulary (it predicts the next token);
                                    -1 where no row that counts learns from it
 
-plus `vocab.safetensors` (`d2t` int64 [Vd], `t2d` bool [V]) and `split.json` (sample ids of train and heldout).
+with a checksum of both and of the shard's layout in its metadata, so that neither an altered file nor one made for
+another dump is taken for a right one. Besides them `vocab.safetensors` (`d2t` int64 [Vd], `t2d` bool [V]) and
+`split.json` (sample ids of train and heldout).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.errors import PipelineError
-from pipeline.files import save_safetensors, write_json
+from pipeline.files import save_safetensors, sha256_json, write_json
 from pipeline.manifest import Manifest, Slot, bind_slots
 from pipeline.samples import read_samples
 from pipeline.slots import layers_to_bind
@@ -48,20 +52,22 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
     samples = _read(run_dir / "prompts" / "samples.jsonl")
     quarantined = _quarantined(run_dir / "dump" / "quarantine.jsonl")
     _check_complete(store, samples, quarantined)
-    head = load_output_head(target)
-    device = _device(config)
+    head, device = load_output_head(target), _device(config)
+    head = replace(head, weight=head.weight.to(device), norm_weight=head.norm_weight.to(device))
     counts = _Counts(target.vocab_size)
     split: dict[str, list[str]] = {"train": [], "heldout": []}
     outputs = []
-    for shard, path in enumerate(tqdm(store.paths, desc="standardize", unit="shard", mininterval=1.0)):
-        refs = [ref for ref in store.samples if ref.shard == shard]
+    by_shard = groupby(store.samples, key=lambda ref: ref.shard)
+    for shard, group in tqdm(by_shard, total=len(store.paths), desc="standardize", unit="shard", mininterval=1.0):
+        refs = list(group)
         _check_shard(store, refs, samples, slots, target)
-        aligned = folder / path.name
+        aligned = folder / store.paths[shard].name
         mask = torch.cat([samples[ref.id].loss_mask for ref in refs])
-        argmax = _finished(aligned, mask)
+        argmax = _finished(aligned, refs, mask)
         if argmax is None:
             argmax = _teacher_argmax(store, refs, mask, slots["teacher"], head, device)
-            save_safetensors(aligned, {"loss_mask": mask, "teacher_argmax": argmax})
+            save_safetensors(aligned, {"loss_mask": mask, "teacher_argmax": argmax},
+                             _checksums(refs, mask, argmax))
         outputs.append(aligned)
         for ref in refs:
             sample, answers = samples[ref.id], argmax[ref.start:ref.start + ref.length]
@@ -116,6 +122,16 @@ def dump_shards(manifest: Manifest, run_dir: Path) -> list[Path]:
     return sorted(paths, key=shard_number)
 
 
+def layout(refs: list[SampleRef]) -> str:
+    """Fingerprint of which samples lie where in a shard, whose files of stages 2 and 3 must agree on it."""
+    return sha256_json([[ref.id, ref.start, ref.length] for ref in refs])
+
+
+def layout_of(metadata: dict[str, str] | None) -> str | None:
+    """The `layout` an aligned file was made for, from its metadata."""
+    return json.loads((metadata or {}).get("checksums", "{}")).get("layout")
+
+
 def needed_rows(loss_mask: Tensor) -> Tensor:
     """Rows whose target logits some gated row learns from, bool [T].
 
@@ -135,7 +151,7 @@ def full_vocabulary_argmax(final_hidden: Tensor, head: OutputHead) -> Tensor:
     monotone and positive, so they do not move the maximum.
 
     Args:
-        final_hidden: [rows, H] after the final norm, on the device to compute on.
+        final_hidden: [rows, H] after the final norm, on the head's device.
 
     Returns:
         [rows] int32.
@@ -244,14 +260,22 @@ def _not_finite(store: HiddenStore, ref: SampleRef, tensor: str) -> PipelineErro
                          fix=f"rm {path}, then: make dump (which quarantines such samples)")
 
 
-def _finished(path: Path, mask: Tensor) -> Tensor | None:
-    """The argmax of a file that an interrupted run of this stage left (files are whole or absent), else None."""
-    from safetensors.torch import load_file
+def _finished(path: Path, refs: list[SampleRef], mask: Tensor) -> Tensor | None:
+    """The argmax of a right file that an interrupted run of this stage left, else None."""
+    from safetensors import SafetensorError, safe_open
 
-    if not path.exists():
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata, found, argmax = file.metadata(), file.get_tensor("loss_mask"), file.get_tensor("teacher_argmax")
+    except (OSError, SafetensorError):
         return None
-    tensors = load_file(path)
-    return tensors["teacher_argmax"] if torch.equal(tensors["loss_mask"], mask) else None
+    return argmax if torch.equal(found, mask) and metadata == _checksums(refs, mask, argmax) else None
+
+
+def _checksums(refs: list[SampleRef], mask: Tensor, argmax: Tensor) -> dict[str, str]:
+    """Metadata of an aligned file. One entry: safetensors writes several in a random order, and bytes should repeat."""
+    content = hashlib.sha256(mask.numpy().tobytes() + argmax.numpy().tobytes()).hexdigest()
+    return {"checksums": json.dumps({"layout": layout(refs), "content": content})}
 
 
 def _device(config: Config) -> torch.device:

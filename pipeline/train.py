@@ -4,8 +4,9 @@ The loss of an optimizer step is Σ_j decay^j · (Σ loss of the rows that count
 Both sums run over everything the step learns from: all packed samples, accumulated batches and ranks. The counts follow
 from masks, so they are added up before the first forward, and the gradients of all batches simply add.
 
-Training goes on exactly where it was: the checkpoint holds weights, moments, position in the data and random states,
-and the order of the data follows from seed and epoch. So a run that was killed ends with the same bits as one that was not.
+Training goes on exactly where it was: the checkpoint holds weights, moments and the position in the data, whose order
+follows from seed and epoch, and training draws nothing else. So a run that was killed ends with the same bits as one
+that was not.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.batches import MicroBatch, Prefetcher, TrainingData, pack, plan_epoch
-from pipeline.checkpoint import (latest_checkpoint, load_checkpoint, load_weights, prune_checkpoints, save_checkpoint)
+from pipeline.alignment import PackedBatch
+from pipeline.batches import AlignedFiles, MicroBatch, Prefetcher, TrainingData, pack, plan_epoch
+from pipeline.checkpoint import latest_checkpoint, load_checkpoint, load_weights, prune_checkpoints, save_checkpoint
 from pipeline.config import Config
-from pipeline.drafter import Drafter, DrafterConfig, FrozenTarget, PackedBatch
+from pipeline.drafter import Drafter, FrozenTarget
+from pipeline.drafter_config import DrafterConfig
 from pipeline.errors import PipelineError
-from pipeline.files import make_dir, read_json, save_safetensors, write_json, write_text
+from pipeline.files import clear_disk_errors, make_dir, read_json, save_safetensors, write_json, write_text
 from pipeline.manifest import Manifest
 from pipeline.metrics import NAMES, TAU_STEPS, ratios, stack
-from pipeline.ranks import announce, make_accelerator
+from pipeline.ranks import announce, errors_said_once, make_accelerator
 from pipeline.stage import StageResult
 from pipeline.standardize import dump_shards
+from pipeline.store import HiddenStore
 from pipeline.target import Target, load_embedding, load_output_head
 from pipeline.tracking import NoTracker, start_tracking
 from pipeline.vocab import read_vocab
@@ -43,7 +47,7 @@ TAU = f"tau_row@{TAU_STEPS}"
 
 
 def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, folder: Path) -> StageResult | None:
-    """Run stage 4. Under `accelerate launch` every rank calls this (see `pipeline.ranks`); only rank 0 gets a result.
+    """Run stage 4. Under `pipeline.launch` every rank calls this (see `pipeline.ranks`); only rank 0 gets a result.
 
     Writes `drafter.safetensors` (fp32, the weights of the best epoch on held-out samples), `config.json` (the fields of
     `DrafterConfig`), `metrics.jsonl` and `checkpoints/` into `folder`, and goes on from the checkpoints that are there.
@@ -54,11 +58,10 @@ def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, fol
     """
     from pipeline.engine import resolve_device
 
-    torch.manual_seed(config.seed)
     if config.threads:
         torch.set_num_threads(config.threads)
     trainer = Trainer(config, target, manifest, run_dir, folder, resolve_device(config.device))
-    with _sigterm() as stop_asked:
+    with _sigterm() as stop_asked, errors_said_once(trainer.accelerator, stop_asked):
         trainer.run(stop_asked)
     return trainer.result() if trainer.accelerator.is_main_process else None
 
@@ -155,8 +158,9 @@ class Trainer:
             [{"params": matrices, "weight_decay": self.c.weight_decay}, {"params": norms, "weight_decay": 0.0}],
             lr=self.c.lr, betas=self.c.betas, fused=True)
 
-        shards, aligned = dump_shards(manifest, run_dir), run_dir / "standardize"
-        self.data, self.heldout = (TrainingData(shards, aligned, slots, split[part], head, dtype)
+        store = HiddenStore(dump_shards(manifest, run_dir))
+        aligned = AlignedFiles(run_dir / "standardize", store)
+        self.data, self.heldout = (TrainingData(store, aligned, slots, split[part], head, dtype)
                                    for part in ("train", "heldout"))
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
         self.step_weights = self.c.loss_decay ** torch.arange(self.c.ttt_steps, dtype=torch.float64)
@@ -164,7 +168,7 @@ class Trainer:
         self.checkpoints = make_dir(folder / "checkpoints")
         self.at = Position()
         if (latest := latest_checkpoint(self.checkpoints)) is not None:
-            self.at = Position(**load_checkpoint(latest, self.drafter, self.optimizer, self.device))
+            self.at = Position(**load_checkpoint(latest, self.drafter, self.optimizer))
             self._say(f"train: going on from {latest.name} (epoch {self.at.epoch + 1}, step {self.at.step + 1})")
         self.window = torch.zeros(len(NAMES), self.c.ttt_steps, dtype=torch.float64, device=self.device)
         if self.at.window and self.rank == 0:  # the sum over ranks
@@ -240,14 +244,14 @@ class Trainer:
             last = i == len(batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 with self.autocast:
-                    output = self.model(batch.to(self.device), self.frozen, steps, weights * micro.counts, r)
+                    output = self.model(batch.to(self.device), self.frozen, weights * micro.counts, r)
                 output.loss.backward()
             losses.append(output.loss.detach())
             if micro.counts:
                 self.window += stack(output)
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.c.max_grad_norm)
         grad_norm = float(norm)
-        if not math.isfinite(grad_norm) or not all(math.isfinite(loss) for loss in losses):
+        if not math.isfinite(grad_norm):  # as it is if any loss of any rank is not
             raise self._not_finite(micros, losses, grad_norm)
         lr = learning_rate(self.at.step, self.total_steps, lr=self.c.lr, warmup_ratio=self.c.warmup_ratio,
                            min_lr_ratio=self.c.min_lr_ratio)
@@ -268,7 +272,7 @@ class Trainer:
         with Prefetcher(self.heldout, mine[self.rank::self.ranks]) as batches:
             for (batch,) in batches:
                 with self.autocast:
-                    sums += stack(self.drafter(batch.to(self.device), self.frozen, steps))
+                    sums += stack(self.drafter(batch.to(self.device), self.frozen, torch.ones(steps)))
         found = ratios(self._sum_over_ranks(sums))
         self.at.history.append({"epoch": self.at.epoch, "step": self.at.step, **found})
         self._record({"epoch": self.at.epoch, **{f"heldout_{k}": v for k, v in found.items()}})
@@ -282,9 +286,10 @@ class Trainer:
         wait, self.window_waited = self.window_waited / seconds, 0.0
         found = ratios(self._sum_over_ranks(self.window))
         self.window.zero_()
-        loss = float(sum(w * x for w, x in zip(self.step_weights.tolist(), found["loss"])))
+        # Nats per row, as an average over steps with the weights of training.
+        loss = float(self.step_weights @ torch.tensor(found["loss"], dtype=torch.float64) / self.step_weights.sum())
         rate, self.window_tokens = self.window_tokens / seconds, 0
-        self._record({"epoch": self.at.epoch + 1, "total_loss": loss, **found, "lr": lr, "grad_norm": grad_norm,
+        self._record({"epoch": self.at.epoch + 1, "mean_loss": loss, **found, "lr": lr, "grad_norm": grad_norm,
                       "tokens_per_second": round(rate, 1), "data_wait": round(wait, 4)})
         tau = f" τ_row@3={found[TAU]:.2f}" if TAU in found else ""
         accuracy = "/".join(f"{a:.2f}" for a in found["accuracy"])
@@ -293,7 +298,8 @@ class Trainer:
 
     def _record(self, values: dict) -> None:
         if self.accelerator.is_main_process:
-            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as f:
+            path = self.folder / "metrics.jsonl"
+            with clear_disk_errors(path), open(path, "a", encoding="utf-8") as f:
                 f.write(json.dumps({"step": self.at.step, **values}) + "\n")
             self.tracker.log(values, self.at.step)
 
@@ -318,18 +324,21 @@ class Trainer:
 
     def _stop(self) -> None:
         self.tracker.finish()
-        self._say(f"train: stopped by SIGTERM after step {self.at.step}, checkpoint saved; the same command goes on "
-                  "from there")
+        self._say(f"train: stopped by SIGTERM after step {self.at.step} of {self.total_steps}, checkpoint saved; "
+                  "training is not finished, the same command goes on from there")
         raise SystemExit(0)
 
     def _not_finite(self, micros: list[MicroBatch], losses: list[Tensor], grad_norm: float) -> PipelineError:
         """Name the samples that are to blame: weights are still good, so each can be tried alone."""
+        from accelerate.utils import gather_object
+
         bad = []
         with torch.no_grad(), self.autocast:
             for i in dict.fromkeys(i for micro in micros for i in micro.samples):
-                output = self.drafter(self.data.load((i,)).to(self.device), self.frozen, self.c.ttt_steps)
+                output = self.drafter(self.data.load((i,)).to(self.device), self.frozen, self.step_weights)
                 if not math.isfinite(output.loss):
                     bad += self.data.ids((i,))
+        bad = gather_object(bad)  # every rank sees the same gradient, and comes here
         whole = latest_checkpoint(self.checkpoints)
         blame = (f"samples {bad}" if bad else
                  f"no sample alone, together {[s for m in micros for s in self.data.ids(m.samples)]}")

@@ -58,6 +58,7 @@ class Reference:
     gated: list[int]
     hits: list[int]
     prefix_hits: list[int]
+    reached: list[int]
     logits: list[Tensor]
     """per step [S, Vd]"""
 
@@ -107,10 +108,10 @@ def ttt(weights: dict[str, Tensor], config, sample: dict, embedding: Tensor, lm_
         if config.norm_output:
             hidden = normed
 
-    result = Reference([], [], [], [], [], all_logits)
+    result = Reference([], [], [], [], [], [], all_logits)
     right_so_far = [True] * size
     for step, logits in enumerate(all_logits):
-        loss, rows, gated, hits, prefix = logits.new_zeros(()), 0, 0, 0, 0
+        loss, rows, gated, hits, prefix, reached = logits.new_zeros(()), 0, 0, 0, 0, 0
         for i in range(size):
             if not is_gated(mask, i, step):
                 continue
@@ -118,6 +119,7 @@ def ttt(weights: dict[str, Tensor], config, sample: dict, embedding: Tensor, lm_
             token = i + 1 + step
             argmax = int(target_logits[token].argmax())
             right = int(draft_ids[logits[i].argmax()]) == argmax
+            reached += right_so_far[i]
             right_so_far[i] &= right
             hits += right
             prefix += right_so_far[i]
@@ -129,4 +131,5 @@ def ttt(weights: dict[str, Tensor], config, sample: dict, embedding: Tensor, lm_
         result.gated.append(gated)
         result.hits.append(hits)
         result.prefix_hits.append(prefix)
+        result.reached.append(reached)
     return result

@@ -50,7 +50,7 @@ def test_rows_and_their_teachers():
     answer = torch.arange(8)  # pretend that the target's argmax at token p is draft id p
     rows = select_rows(MASK, LENGTHS, answer, STEPS)
     assert rows.index.tolist() == [1, 2, 5]
-    assert rows.gated.tolist() == rows.loss_rows.tolist() == [3, 1, 0]
+    assert rows.gates.sum(0).tolist() == rows.loss_rows.tolist() == [3, 1, 0]
     # Rows 1 and 2 are one run and see row 0's key besides their own; row 5 is a run that sees rows 0 … 4.
     assert rows.segments == (Segment(0, 2, 0, 1), Segment(2, 3, 0, 5))
     # Teacher tokens: 2 (row 1 at step 0), 3 (row 2 at step 0 and row 1 at step 1), 6 (row 5 at step 0).
@@ -64,7 +64,7 @@ def test_an_argmax_outside_the_draft_vocabulary_is_gated_but_not_in_the_loss():
     answer = torch.arange(8)
     answer[3] = -1  # rows 2 (step 0) and 1 (step 1) learn from token 3
     rows = select_rows(MASK, LENGTHS, answer, STEPS)
-    assert rows.gated.tolist() == [3, 1, 0]
+    assert rows.gates.sum(0).tolist() == [3, 1, 0]
     assert rows.loss_rows.tolist() == [2, 0, 0]
 
 
@@ -142,8 +142,8 @@ def test_rope_positions(drafter, monkeypatch):
     ("token", "steps"), [(0, []), (1, []), (2, [0]), (3, [0, 1]), (4, []), (5, []), (6, [0]), (7, [])]
 )
 def test_which_teacher_token_reaches_which_step(drafter, token, steps):
-    before = drafter.forward_ttt(batch(), target(), STEPS).metrics["loss_sum"]
+    before = drafter(batch(), target(), torch.ones(STEPS)).metrics["loss_sum"]
     changed = batch()
     changed.final_hidden[token] += 1.0
-    after = drafter.forward_ttt(changed, target(), STEPS).metrics["loss_sum"]
+    after = drafter(changed, target(), torch.ones(STEPS)).metrics["loss_sum"]
     assert (before != after).nonzero().flatten().tolist() == steps

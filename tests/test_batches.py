@@ -1,15 +1,18 @@
 """Packing, order, the share of each rank, and batches against the shards they come from."""
 
+import json
 import time
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from pipeline.batches import MicroBatch, Prefetcher, TrainingData, pack, plan_epoch
+from pipeline.batches import AlignedFiles, MicroBatch, Prefetcher, TrainingData, pack, plan_epoch
 from pipeline.errors import PipelineError
-from pipeline.store import HiddenStore, shard_paths
+from pipeline.standardize import layout
+from pipeline.store import HiddenStore, ShardBuilder, shard_path, shard_paths
 from pipeline.target import load_output_head
 from tests.tiny_run import TinyRun, tiny_run
 
@@ -58,7 +61,8 @@ def run(tmp_path_factory) -> TinyRun:
 
 def data(run: TinyRun, ids: list[str], dtype=torch.float32) -> TrainingData:
     target, _ = run.config()
-    return TrainingData(shard_paths(run.folder / "dump"), run.folder / "standardize", run.manifest.slots, ids,
+    store = HiddenStore(shard_paths(run.folder / "dump"))
+    return TrainingData(store, AlignedFiles(run.folder / "standardize", store), run.manifest.slots, ids,
                         load_output_head(target), dtype)
 
 
@@ -87,8 +91,9 @@ def test_pre_norm_teacher_gets_the_final_norm(run):
     head = load_output_head(target)
     slots = {**run.manifest.slots}
     slots["teacher"] = slots["teacher"].model_copy(update={"norm": "pre"})
-    shards = shard_paths(run.folder / "dump")
-    got = TrainingData(shards, run.folder / "standardize", slots, ["s1"], head, torch.float32).load((0,)).final_hidden
+    store = HiddenStore(shard_paths(run.folder / "dump"))
+    aligned = AlignedFiles(run.folder / "standardize", store)
+    got = TrainingData(store, aligned, slots, ["s1"], head, torch.float32).load((0,)).final_hidden
     norm = LlamaRMSNorm(64, eps=head.norm_eps)
     norm.weight.data.copy_(head.norm_weight)
     raw = data(run, ["s1"]).load((0,)).final_hidden
@@ -98,11 +103,45 @@ def test_pre_norm_teacher_gets_the_final_norm(run):
 def test_unknown_sample_and_damaged_file_are_named(run, tmp_path):
     with pytest.raises(PipelineError, match="nobody"):
         data(run, ["s0", "nobody"])
-    target, _ = run.config()
     (tmp_path / "shard-00000.safetensors").write_bytes(b"short")
     with pytest.raises(PipelineError, match="make standardize"):
-        TrainingData(shard_paths(run.folder / "dump"), tmp_path, run.manifest.slots, ["s0"], load_output_head(target),
-                     torch.float32)
+        AlignedFiles(tmp_path, HiddenStore(shard_paths(run.folder / "dump")))
+
+
+@pytest.mark.parametrize("order", [["s0", "s1"], ["s1", "s0"], ["s1"]])
+def test_a_dump_made_anew_is_not_read_with_the_old_masks(run, tmp_path, order):
+    """Same name, same rows, the same samples in another order: the masks would be those of other tokens."""
+    store = HiddenStore(shard_paths(run.folder / "dump"))
+    refs = {ref.id: ref for ref in store.samples}
+
+    def write(ids: list[str]) -> HiddenStore:
+        builder = ShardBuilder(store.state_names, 1000)
+        for i in ids:
+            builder.add(i, store.input_ids(refs[i]), {name: store.rows(refs[i], name) for name in store.state_names})
+        builder.write(shard_path(tmp_path, 0))
+        return HiddenStore([shard_path(tmp_path, 0)])
+
+    first = write(["s0", "s1"])
+    rows = first.samples[-1].start + first.samples[-1].length
+    (folder := tmp_path / "aligned").mkdir()
+    save_file({"loss_mask": torch.ones(rows, dtype=torch.uint8), "teacher_argmax": torch.ones(rows, dtype=torch.int32)},
+              folder / "shard-00000.safetensors", metadata={"checksums": json.dumps({"layout": layout(first.samples)})})
+    again = write(order)
+    if order == ["s0", "s1"]:
+        assert AlignedFiles(folder, again).rows(again.samples[1], "loss_mask").tolist() == [1] * again.samples[1].length
+    else:
+        with pytest.raises(PipelineError, match="was made for another dump") as e:
+            AlignedFiles(folder, again)
+        assert "make standardize" in str(e.value)
+
+
+def test_files_are_opened_once_for_both_parts_and_closed_again(run, monkeypatch):
+    monkeypatch.setattr(AlignedFiles, "OPEN", 1)
+    store = HiddenStore(shard_paths(run.folder / "dump"))
+    aligned = AlignedFiles(run.folder / "standardize", store)
+    for ref in reversed(store.samples):
+        assert len(aligned.rows(ref, "loss_mask")) == ref.length
+    assert aligned._open.cache_info().currsize == 1 < len(store.paths)
 
 
 def test_prefetcher_gives_steps_in_order_and_stays_bounded(run):

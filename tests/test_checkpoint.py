@@ -1,10 +1,13 @@
 """Checkpoints: everything comes back bit for bit, and nothing half-written is taken for whole."""
 
 
+import errno
+
 import pytest
 import torch
 
 from pipeline.checkpoint import is_whole, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
+from pipeline.errors import PipelineError
 
 
 class Net(torch.nn.Module):
@@ -26,9 +29,10 @@ def make(seed: int):
                                   lr=0.1, fused=True)
 
 
-def train(net, optimizer, steps: int):
+def train(net, optimizer, steps: int, seed: int = 0):
+    rng = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        net(torch.randn(5, 4)).square().sum().backward()
+        net(torch.randn(5, 4, generator=rng)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -37,13 +41,13 @@ def test_continues_bit_for_bit(tmp_path):
     net, optimizer = make(0)
     train(net, optimizer, 3)
     save_checkpoint(tmp_path, 3, net, optimizer, {"step": 3, "loss": 0.1})
-    train(net, optimizer, 4)
+    train(net, optimizer, 4, seed=1)
 
     other, other_optimizer = make(1)
     train(other, other_optimizer, 1)
     path = latest_checkpoint(tmp_path)
-    assert load_checkpoint(path, other, other_optimizer, torch.device("cpu")) == {"step": 3, "loss": 0.1}
-    train(other, other_optimizer, 4)  # draws the same random numbers too
+    assert load_checkpoint(path, other, other_optimizer) == {"step": 3, "loss": 0.1}
+    train(other, other_optimizer, 4, seed=1)
     for name, value in net.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
 
@@ -102,6 +106,22 @@ def test_a_killed_save_leaves_nothing_that_counts(tmp_path, monkeypatch):
     assert latest_checkpoint(tmp_path).name == "step-00000001"
     save_checkpoint(tmp_path, 2, net, optimizer, {"step": 2})
     assert latest_checkpoint(tmp_path).name == "step-00000002"
+
+
+def test_a_full_disk_is_one_clear_error_and_is_not_filled_by_half_a_checkpoint(tmp_path, monkeypatch):
+    import pipeline.checkpoint as module
+
+    net, optimizer = make(0)
+    save_checkpoint(tmp_path, 1, net, optimizer, {"step": 1})
+    (tmp_path / ".tmp-step-00000009").mkdir()  # left by kill -9
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_json", full)
+    with pytest.raises(PipelineError, match="disk is full"):
+        save_checkpoint(tmp_path, 2, net, optimizer, {"step": 2})
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_keep_last_and_best(tmp_path):

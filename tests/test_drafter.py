@@ -10,13 +10,15 @@ from dense_reference import ttt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.drafter import STEP_DECAY, Drafter, DrafterConfig, FrozenTarget, PackedBatch
+from pipeline.alignment import PackedBatch
+from pipeline.drafter import Drafter, DrafterConfig, FrozenTarget, TTTOutput
 from pipeline.errors import PipelineError
 from pipeline.rope import Rope, rotate
 from pipeline.target import OutputHead
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 50, 30, 12
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
+DECAY = 0.8
 
 
 def make_drafter(dtype=torch.float32, seed=0, **changes) -> Drafter:
@@ -74,6 +76,12 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, fl
     assert (found - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=floor)
 
 
+def forward(drafter: Drafter, batch: PackedBatch, target: FrozenTarget, steps: int) -> TTTOutput:
+    """Each step's loss is averaged over the batch and weighs DECAY ** j."""
+    loss_rows = drafter.select_rows(batch, steps).loss_rows
+    return drafter(batch, target, DECAY ** torch.arange(steps) / loss_rows.clamp(min=1))
+
+
 @st.composite
 def drafters_and_samples(draw):
     lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
@@ -97,7 +105,7 @@ def test_equals_dense_reference(case):
     lengths, masks, changes, steps, dtype = case
     drafter = make_drafter(dtype, **changes)
     samples = make_samples(lengths, masks, changes["num_fc_inputs"], dtype)
-    found = drafter.forward_ttt(pack(samples), frozen(drafter), steps)
+    found = forward(drafter, pack(samples), frozen(drafter), steps)
     found.loss.backward()
 
     weights = {name: p.detach().clone().requires_grad_() for name, p in drafter.named_parameters()}
@@ -107,10 +115,10 @@ def test_equals_dense_reference(case):
     for step in range(steps):
         loss_sum = torch.stack([p.loss_sums[step] for p in parts]).sum()
         rows = sum(p.loss_rows[step] for p in parts)
-        loss = loss + STEP_DECAY**step * loss_sum / max(rows, 1)
+        loss = loss + DECAY**step * loss_sum / max(rows, 1)
         assert_close(found.metrics["loss_sum"][step], loss_sum.detach(), TOLERANCE[dtype])
         assert found.metrics["loss_rows"][step] == rows
-        for count in ("gated", "hits", "prefix_hits"):
+        for count in ("gated", "hits", "prefix_hits", "reached"):
             assert found.metrics[count][step] == sum(getattr(p, count)[step] for p in parts)
     assert_close(found.loss.detach(), loss.detach(), TOLERANCE[dtype])
     # The added zeros keep a case without any counting row differentiable.
@@ -131,14 +139,14 @@ def test_the_loss_does_not_depend_on_packing():
     samples = make_samples(lengths, masks, 3)
     drafter, steps = make_drafter(), 4
     target = frozen(drafter)
-    whole = drafter.forward_ttt(pack(samples), target, steps)
+    whole = forward(drafter, pack(samples), target, steps)
     whole.loss.backward()
     wanted = {name: p.grad.clone() for name, p in drafter.named_parameters()}
 
     drafter.zero_grad()
     loss_rows = sum(drafter.select_rows(pack([s]), steps).loss_rows for s in samples)
-    step_weights = STEP_DECAY ** torch.arange(steps) / loss_rows
-    parts = [drafter.forward_ttt(pack([s]), target, steps, step_weights) for s in samples]
+    step_weights = DECAY ** torch.arange(steps) / loss_rows
+    parts = [drafter(pack([s]), target, step_weights) for s in samples]
     sum(p.loss for p in parts).backward()
     assert_close(sum(p.loss for p in parts).detach(), whole.loss.detach(), 1e-6)
     for name, total in whole.metrics.items():
@@ -150,14 +158,14 @@ def test_the_loss_does_not_depend_on_packing():
 def test_a_sample_without_a_counting_row_changes_nothing():
     samples = make_samples([9, 6], [[True] * 9, [False] * 6], 3)
     drafter = make_drafter()
-    both, one = (drafter.forward_ttt(pack(part), frozen(drafter), 3) for part in (samples, samples[:1]))
+    both, one = (forward(drafter, pack(part), frozen(drafter), 3) for part in (samples, samples[:1]))
     assert torch.equal(both.loss, one.loss)
 
 
 def test_a_batch_without_a_counting_row_has_zero_loss_and_a_gradient_for_every_parameter():
     """DDP waits for the gradient of every parameter."""
     drafter = make_drafter()
-    out = drafter.forward_ttt(pack(make_samples([6], [[False] * 6], 3)), frozen(drafter), 3)
+    out = forward(drafter, pack(make_samples([6], [[False] * 6], 3)), frozen(drafter), 3)
     out.loss.backward()
     assert out.loss == 0 and out.n_rows == 0
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
@@ -176,9 +184,9 @@ def test_a_counting_row_without_a_teacher_argmax_is_refused():
 def test_bf16_autocast_is_near_fp32_and_keeps_fp32_gradients():
     samples = make_samples([40], [[True] * 40], 3)
     drafter = make_drafter()
-    wanted = drafter.forward_ttt(pack(samples), frozen(drafter), 3).loss
+    wanted = forward(drafter, pack(samples), frozen(drafter), 3).loss
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = drafter.forward_ttt(pack(samples), frozen(drafter), 3).loss
+        found = forward(drafter, pack(samples), frozen(drafter), 3).loss
     found.backward()
     assert abs(found - wanted) < 0.02 * wanted
     assert all(p.grad.dtype == torch.float32 for p in drafter.parameters())

@@ -280,7 +280,7 @@ def trainer_hits(config, weights, tokens, features, target, drafts) -> torch.Ten
         )
         frozen = FrozenTarget(load_embedding(target), load_output_head(target, weights["t2d"].nonzero().squeeze(1)))
         with torch.no_grad():
-            hits.append(int(model.forward_ttt(batch, frozen, 3).metrics["hits"][step]))
+            hits.append(int(model(batch, frozen, torch.ones(3)).metrics["hits"][step]))
     return torch.tensor(hits)
 
 

@@ -134,8 +134,9 @@ def overfit(config, target, sequences, prompts):
     # A random target is undecided; scaled up, its distribution says only which token it takes.
     frozen = FrozenTarget(load_embedding(target), replace(load_output_head(target, draft_ids), logit_scale=30.0))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3, weight_decay=0.0)
+    weights = 0.8 ** torch.arange(STEPS) / drafter.select_rows(batch, STEPS).loss_rows
     for step in range(600):
-        out = drafter.forward_ttt(batch, frozen, STEPS)
+        out = drafter(batch, frozen, weights)
         if torch.equal(out.metrics["prefix_hits"], out.metrics["gated"]) and step > 50:
             break
         optimizer.zero_grad()

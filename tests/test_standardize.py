@@ -15,6 +15,7 @@ from pipeline.standardize import full_vocabulary_argmax, needed_rows
 from pipeline.store import HiddenStore, shard_paths
 from pipeline.target import OutputHead
 from pipeline.vocab import read_vocab
+from tests.tiny_disk import fill, tiny_disk
 from tests.tiny_run import TinyRun, tiny_run
 
 
@@ -122,7 +123,6 @@ def test_slots_can_be_bound_again_without_a_dump(run):
     run.stage("standardize")
 
 
-
 def _damage(path, how):
     from safetensors import safe_open
 
@@ -212,3 +212,67 @@ def test_twice_is_the_same_and_an_interrupted_run_goes_on(tmp_path, monkeypatch)
 
     save_manifest(run.folder, manifest)
     assert {f.path: f.sha256 for f in run.stage("standardize").stages["standardize"].outputs} == first
+
+
+@pytest.mark.parametrize("damage", ["argmax", "mask", "truncated"])
+def test_an_altered_file_of_an_interrupted_run_is_not_gone_on_from(tmp_path, damage):
+    from safetensors import safe_open
+
+    from pipeline.manifest import save_manifest
+
+    run = tiny_run(tmp_path)
+    first = {f.path: f.sha256 for f in run.stage("standardize").stages["standardize"].outputs}
+    path = run.folder / "standardize" / "shard-00000.safetensors"
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        with safe_open(path, framework="pt") as f:
+            metadata = f.metadata()
+        tensors = load_file(path)
+        changed = tensors[{"argmax": "teacher_argmax", "mask": "loss_mask"}[damage]]
+        changed[-2] = 1 - changed[-2]
+        save_file(tensors, path, metadata=metadata)
+    manifest = run.manifest
+    del manifest.stages["standardize"]
+    save_manifest(run.folder, manifest)
+    assert {f.path: f.sha256 for f in run.stage("standardize").stages["standardize"].outputs} == first
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_head_and_states_are_on_the_stage_s_device_throughout(run, monkeypatch, norm):
+    """On PyTorch's device without data, where mixing devices is an error as it is on a GPU."""
+    import pipeline.standardize as module
+
+    target, _ = run.config()
+    seen = []
+
+    def argmax(states, head):
+        seen.append({states.device.type, head.weight.device.type, head.norm_weight.device.type})
+        return torch.zeros(len(states), dtype=torch.int32)
+
+    monkeypatch.setattr(module, "_device", lambda _config: torch.device("meta"))
+    monkeypatch.setattr(module, "full_vocabulary_argmax", argmax)
+    bound = module.bound_slots
+
+    def with_norm(*args):
+        slots = bound(*args)
+        return slots | {"teacher": slots["teacher"].model_copy(update={"norm": norm})}
+
+    monkeypatch.setattr(module, "bound_slots", with_norm)
+    config, manifest = run.config()[1], run.manifest
+    folder = run.root / f"standardize-{norm}"
+    folder.mkdir()
+    module.standardize(config, target, manifest, run.folder, folder)
+    assert seen and all(devices == {"meta"} for devices in seen)
+
+
+def test_a_full_disk_is_one_clear_error_and_the_same_command_goes_on(tmp_path):
+    with tiny_disk(tmp_path / "disk"):
+        run = tiny_run(tmp_path / "disk")
+        fill(tmp_path / "disk")
+        with pytest.raises(PipelineError, match="disk is full"):
+            run.stage("standardize")
+        (tmp_path / "disk" / "filler").unlink()
+        assert "standardize" not in run.manifest.stages
+        run.stage("standardize")
+        assert "standardize" in run.manifest.stages

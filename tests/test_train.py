@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.checkpoint import is_whole
 from pipeline.errors import PipelineError
 from pipeline.manifest import FileRecord, save_manifest
 from pipeline.metrics import ratios
 from pipeline.train import Trainer, learning_rate
+from tests.tiny_disk import fill, tiny_disk
 from tests.tiny_run import ROOT, TinyRun, tiny_run
 
 
@@ -59,14 +61,14 @@ def test_schedule_by_hand():
 
 
 def test_ratios_by_hand():
-    """Ten rows at step 0, eight at step 1, five at step 2."""
-    found = ratios(torch.tensor([[8.0, 4.0, 2.0], [8, 4, 2], [10, 8, 5], [6, 5, 2], [6, 4, 1]]))
+    """Ten rows at step 0, eight at step 1, five at step 2. Of the six right at step 0 one is not gated at step 1."""
+    found = ratios(torch.tensor([[8.0, 4.0, 2.0], [8, 4, 2], [10, 8, 5], [10, 5, 2], [6, 5, 2], [6, 4, 1]]))
     assert found["loss"] == [1, 1, 1]
     assert found["accuracy"] == pytest.approx([0.6, 5 / 8, 0.4])
-    assert found["conditional_accuracy"] == pytest.approx([0.6, 0.5 / 0.6, 0.2 / 0.5])
+    assert found["conditional_accuracy"] == pytest.approx([0.6, 4 / 5, 1 / 2])
     assert found["tau_row@3"] == pytest.approx(1 + 0.6 + 0.5 + 0.2)
-    assert "tau_row@3" not in ratios(torch.ones(5, 2))
-    assert ratios(torch.zeros(5, 3))["tau_row@3"] == 1.0  # nothing counted, no division by zero
+    assert "tau_row@3" not in ratios(torch.ones(6, 2))
+    assert ratios(torch.zeros(6, 3))["tau_row@3"] == 1.0  # nothing counted, no division by zero
 
 
 def test_overfits_a_few_samples(tmp_path):
@@ -91,6 +93,15 @@ def test_what_is_written(run):
     heldout = [m for m in metrics(run) if "heldout_tau_row@3" in m]
     assert record.metrics["heldout_tau_row@3_per_epoch"] == [m["heldout_tau_row@3"] for m in heldout]
     assert record.metrics["heldout_tau_row@3"] == max(record.metrics["heldout_tau_row@3_per_epoch"])
+
+
+def test_logged_loss_is_in_nats_per_row(run):
+    """An untrained drafter with small logits guesses evenly among 64 tokens; the mean over steps uses their weights."""
+    run.stage("train", **{"train.log_every": 1, "train.lr": 1e-9})
+    first = metrics(run)[0]
+    assert first["mean_loss"] == pytest.approx(math.log(64), rel=0.1)
+    a, b, c = first["loss"]
+    assert first["mean_loss"] == pytest.approx((a + 0.8 * b + 0.64 * c) / 2.44)
 
 
 def test_twice_is_byte_identical(run, tmp_path):
@@ -138,6 +149,34 @@ def test_killed_and_continued_is_the_same_to_the_bit(base, tmp_path, monkeypatch
     assert metrics(whole) == metrics(broken)
 
 
+@pytest.mark.parametrize("where", ["metrics.jsonl", "checkpoint", "drafter.safetensors"])
+def test_a_full_disk_is_one_clear_error_and_the_same_command_goes_on(base, tmp_path, monkeypatch, where):
+    whole = again(base, tmp_path, "whole")
+    whole.stage("train")
+    disk = tmp_path / "disk"
+    with tiny_disk(disk):
+        full = again(base, tmp_path, "disk")
+        method = {"metrics.jsonl": "_log", "checkpoint": "_save", "drafter.safetensors": "result"}[where]
+        original = getattr(Trainer, method)
+
+        def fill_first(self, *args):
+            if self.at.step >= 4:
+                fill(disk)
+            return original(self, *args)
+
+        monkeypatch.setattr(Trainer, method, fill_first)
+        with pytest.raises(PipelineError, match="disk is full"):
+            full.stage("train")
+        monkeypatch.undo()
+        (disk / "filler").unlink()
+        checkpoints = list((full.folder / "train" / "checkpoints").iterdir())
+        assert checkpoints and all(is_whole(c) for c in checkpoints)
+        assert "train" not in full.manifest.stages
+        full.stage("train")
+        assert metrics(full) == metrics(whole)
+        assert all(torch.equal(v, weights(full)[n]) for n, v in weights(whole).items())
+
+
 def test_killed_between_last_step_and_manifest(run, monkeypatch):
     monkeypatch.setattr(Trainer, "result", lambda self: (_ for _ in ()).throw(Killed()))
     with pytest.raises(Killed):
@@ -164,7 +203,9 @@ def test_sigterm_saves_and_exits_with_0(base, tmp_path, monkeypatch, capsys):
         stopped.stage("train")
     monkeypatch.undo()
     assert e.value.code == 0 and signal.getsignal(signal.SIGTERM) == before
-    assert "stopped by SIGTERM after step 5" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "stopped by SIGTERM after step 5 of 12" in said
+    assert "training is not finished, the same command goes on" in said
     assert "train" not in stopped.manifest.stages and (stopped.folder / "train/checkpoints/step-00000005").is_dir()
     stopped.stage("train")
     assert all(torch.equal(v, weights(stopped)[n]) for n, v in weights(whole).items())
@@ -211,29 +252,33 @@ RANKS = """
 import json, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
+from pipeline.errors import PipelineError
 from pipeline.ranks import dismiss, is_main_process, wait_for_rank_0
 from pipeline.train import train
 from tests.tiny_run import TinyRun
 run = TinyRun(Path({target!r}), Path({folder!r}))
 overrides = json.loads({overrides!r})
-if is_main_process():
-    run.stage("train", **overrides)
-    dismiss("cpu")
-elif wait_for_rank_0("cpu"):
-    target, config = run.config(**overrides)
-    assert train(config, target, run.manifest, run.folder, run.folder / "train") is None
+{before}
+try:
+    if is_main_process():
+        run.stage("train", **overrides)
+        dismiss("cpu")
+    elif wait_for_rank_0("cpu"):
+        target, config = run.config(**overrides)
+        assert train(config, target, run.manifest, run.folder, run.folder / "train") is None
+except PipelineError as e:
+    sys.exit(f"error: {{e}}")
 """
 
 
-def launch(run: TinyRun, tmp_path: Path, **overrides: object) -> subprocess.Popen:
+def launch(run: TinyRun, tmp_path: Path, *, before: str = "", **overrides: object) -> subprocess.Popen:
+    """Two ranks. `before`: what every rank runs first."""
     script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(root=str(ROOT), target=str(run.target_dir), folder=str(run.root),
+    script.write_text(RANKS.format(root=str(ROOT), target=str(run.target_dir), folder=str(run.root), before=before,
                                    overrides=json.dumps(overrides)))
     return subprocess.Popen(
-        # --multi_gpu is the launcher's way to say "one process per rank"; the script itself asks for the CPU.
-        [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes",
-         "2", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        [sys.executable, "-m", "pipeline.launch", "2", str(script)], cwd=ROOT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -272,15 +317,14 @@ def test_two_processes_killed_hard_and_continued(base, tmp_path):
     assert all(torch.equal(v, weights(broken)[n]) for n, v in weights(whole).items())
 
 
-def test_nan_stops_with_step_sample_and_checkpoint(run):
-    """A NaN that only shows in training: in a prompt's feature row, after stage 3 looked at the shard."""
+def spoil_a_prompt(run: TinyRun) -> str:
+    """Put a NaN that stage 3 did not see into a prompt's feature row; returns the sample's id."""
     path = run.folder / "dump" / "shard-00001.safetensors"
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as f:
         metadata = f.metadata()
     tensors = dict(load_file(path))
-    first = json.loads(metadata["sample_ids"])[0]
     tensors["layer_output.2"][1, 5] = float("nan")
     save_file(tensors, path, metadata=metadata)
     manifest = run.manifest
@@ -289,10 +333,54 @@ def test_nan_stops_with_step_sample_and_checkpoint(run):
     digest = manifest.stages["dump"].digest()
     manifest.stages["standardize"].inputs["dump"] = digest
     save_manifest(run.folder, manifest)
+    return json.loads(metadata["sample_ids"])[0]
+
+
+def test_nan_stops_with_step_sample_and_checkpoint(run):
+    first = spoil_a_prompt(run)
     with pytest.raises(PipelineError, match="not finite at step") as e:
         run.stage("train", **{"train.checkpoint_every": 1})
     assert f"['{first}']" in str(e.value) and "last good checkpoint" in str(e.value)
     assert "train" not in run.manifest.stages
+
+
+@pytest.mark.slow
+def test_an_error_of_several_ranks_is_said_once(run, tmp_path):
+    """NaN strikes both ranks at once, whichever of them read the sample; both know which it was."""
+    first = spoil_a_prompt(run)
+    process = launch(run, tmp_path, **{"train.batch_tokens": 40})
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "Traceback" not in out
+    assert out.count("error:") == 1 and f"caused by samples ['{first}']" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_is_said_once(run, tmp_path, rank):
+    """The other rank sees a broken connection, which is nobody's business."""
+    before = f"""
+from pipeline.train import Trainer
+step = Trainer._optimizer_step
+def fails(self, *args):
+    if self.at.step == 3 and self.rank == {rank}:
+        raise PipelineError("disk gone")
+    return step(self, *args)
+Trainer._optimizer_step = fails
+"""
+    process = launch(run, tmp_path, before=before)
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "Traceback" not in out, out
+    assert out.count("error: disk gone") == 1, out
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_saves_and_exits_with_0(run, tmp_path):
+    process = launch(run, tmp_path, **{"train.epochs": 500, "train.checkpoint_every": 2})
+    while not any((run.folder / "train" / "checkpoints").glob("step-*")):
+        assert process.poll() is None, process.communicate()[0]
+    process.terminate()
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and out.count("stopped by SIGTERM") == 1 and "Traceback" not in out, out
 
 
 def test_damaged_inputs_are_named(run):
