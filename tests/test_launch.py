@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+import pipeline
+
+ROOT = Path(pipeline.__file__).resolve().parent.parent
 FACTS = ("architecture", "num_layers", "hidden_size", "vocab_size", "max_position_embeddings",
          "drafter.num_attention_heads", "drafter.num_key_value_heads", "drafter.head_dim", "drafter.intermediate_size")
 
