@@ -160,12 +160,23 @@ class ExportConfig(Section):
     """longest context the drafter must serve; null: the target's max_position_embeddings"""
     draft_steps: int = Field(gt=0)
     topk: int = Field(gt=0)
-    draft_tokens: int = Field(gt=0)
-    """tokens verified per step (SGLang's num_draft_tokens); steps + 1 for a chain"""
+    """branches per step in SGLang; 1: a chain, which is all that vLLM drafts"""
+    draft_tokens: int | None = Field(gt=0)
+    """tokens SGLang verifies per target forward (num_draft_tokens); null: draft_steps + 1, all that a chain can have"""
+
+    @model_validator(mode="after")
+    def _tree(self) -> ExportConfig:
+        if self.topk > 1 and self.draft_tokens is None:
+            raise ValueError("a draft tree (topk > 1) needs draft_tokens, the number of nodes to verify")
+        if self.topk == 1 and self.draft_tokens not in (None, self.draft_steps + 1):
+            raise ValueError("a chain (topk 1) verifies draft_steps + 1 tokens: leave draft_tokens null")
+        return self
 
 
 class VerifyConfig(Section):
     checks: list[Literal["replay", "serve"]]
+    replay_samples: int | None = Field(gt=0)
+    """held-out samples replayed; null: all. Of fewer than all, accuracies are compared within their sampling error"""
     serve_prompts: int = Field(gt=0)
     serve_tokens: int = Field(gt=0)
     draft_steps: int = Field(gt=0)

@@ -19,6 +19,7 @@ from pipeline.errors import PipelineError
 from pipeline.files import read_json, save_safetensors, write_json
 from pipeline.layer_ids import EngineIds, derive_sglang_ids, derive_vllm_ids
 from pipeline.manifest import EngineExport, ExportRecord, Manifest
+from pipeline.rope_check import check_rope
 from pipeline.stage import StageResult
 from pipeline.target import Target
 from pipeline.validate import validate
@@ -70,6 +71,7 @@ def export(config: Config, target: Target, manifest: Manifest, run_dir: Path, fo
                 target_text=target.text,
                 verifier=serving.target_name(config, target),
                 architecture=target.record.architecture,
+                draft_steps=config.export.draft_steps,
             )
             checked = ["pipeline.validate"]
         validate(out, context=context, target=target.path).raise_if_bad()
@@ -84,6 +86,9 @@ def export(config: Config, target: Target, manifest: Manifest, run_dir: Path, fo
         )
         if not ids.proven:
             print(f"export: {engine} ids {list(ids.ids)}: {ids.note}")
+        dumped = manifest.dump
+        if dumped is not None and dumped.engine == engine and dumped.engine_version != ids.version:
+            print(f"export: dumped with {engine} {dumped.engine_version}, ids derived anew from {ids.version}")
         metrics[f"{engine}_ids"] = ",".join(map(str, ids.ids))
         outputs += [out / "config.json", out / "model.safetensors"]
     outputs += serving.write_serving(folder, config, target, manifest, record, refused, device=device)
@@ -212,52 +217,6 @@ def why_not_vllm(manifest: Manifest, drafter: DrafterConfig) -> str | None:
     if drafter.norm_before_fc and drafter.fc_norm:
         return "norm_before_fc and fc_norm together are not possible in the speculators format"
     return None
-
-
-def check_rope(drafter: DrafterConfig, folder: Path) -> None:
-    """Compare cos/sin of the installed SGLang for the exported config with the trainer's, over the first positions.
-
-    Raises:
-        PipelineError: they differ, so that every draft would be rotated otherwise than in training.
-    """
-    import torch
-
-    # As SGLang's model loader and attention do it, so that the exported file is read the way the engine reads it.
-    from sglang.srt.layers.rotary_embedding import get_rope
-    from sglang.srt.utils.hf_transformers.common import get_rope_config
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
-    from pipeline.rope import Rope
-
-    exported = get_config(str(folder), trust_remote_code=False)
-    theta, scaling = get_rope_config(exported)
-    position = torch.arange(min(4096, drafter.max_position_embeddings))
-    engine = (
-        get_rope(
-            drafter.head_dim,
-            drafter.head_dim,
-            exported.max_position_embeddings,
-            theta,
-            True,
-            dict(scaling) if scaling else None,
-            torch.float32,
-        )
-        .cos_sin_cache[position]
-        .cpu()
-        .float()
-    )
-    cos, sin = Rope(drafter.head_dim, drafter.rope_parameters, drafter.max_position_embeddings).cos_sin(
-        position, torch.full_like(position, len(position)), torch.device("cpu")
-    )
-    half = cos.shape[1] // 2
-    trainer = torch.cat([cos[:, :half], sin[:, :half]], -1)
-    if engine.shape != trainer.shape or not torch.allclose(engine, trainer, atol=1e-4):
-        raise PipelineError(
-            "the installed SGLang rotates this drafter otherwise than the trainer did",
-            field="rope_parameters",
-            value=drafter.rope_parameters,
-            fix="use a target whose rope SGLang and transformers compute alike, or report this rope type",
-        )
 
 
 def _export_dtype(asked: str, device: str) -> str:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.drafter import DrafterConfig
+from pipeline.drafter_files import MIDLAYER
 from pipeline.files import clear_disk_errors, make_dir, read_json, write_json
 from pipeline.layer_ids import EngineIds
-from pipeline.drafter_files import MIDLAYER
 
 _SPECULATORS_LAYER = "layers.0."
 
@@ -32,6 +32,7 @@ def write_vllm(
     target_text: Any,
     verifier: str,
     architecture: str,
+    draft_steps: int,
 ) -> None:
     """config.json and model.safetensors through `Eagle3DraftModel.save_pretrained`.
 
@@ -39,6 +40,7 @@ def write_vllm(
         weights: as for `export.write_sglang`; a full draft vocabulary has no map in this format.
         verifier: hub id or folder of the target; speculators and vLLM read its config from there.
         architecture: the target's class name.
+        draft_steps: tokens of a chain, what vLLM drafts where the launch line says nothing.
     """
     from pipeline.export import cast
 
@@ -50,6 +52,7 @@ def write_vllm(
         target_text=target_text,
         verifier=verifier,
         architecture=architecture,
+        draft_steps=draft_steps,
     )
     state = {name.replace(MIDLAYER, _SPECULATORS_LAYER): t for name, t in cast(weights, dtype).items()}
     if drafter.draft_vocab_size == drafter.vocab_size:
@@ -58,11 +61,14 @@ def write_vllm(
     if wanted != set(state):
         raise RuntimeError(f"speculators' drafter has other weights than ours: {sorted(wanted ^ set(state))}")
     building = make_dir(folder.with_name(f"building-{folder.name}"))
-    with _quiet(), clear_disk_errors(folder):
-        model.save_pretrained(building, state_dict=state, max_shard_size="1TB")
-    _only_data(building)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(building, folder)
+    try:
+        with _quiet(), clear_disk_errors(folder):
+            model.save_pretrained(building, state_dict=state, max_shard_size="1TB")
+        _only_data(building)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(building, folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
 def build_speculator(
@@ -74,6 +80,7 @@ def build_speculator(
     target_text: Any,
     verifier: str,
     architecture: str,
+    draft_steps: int,
 ) -> Any:
     """Speculators' own model of this drafter, on the meta device: its vocabulary-sized tensors are not needed here."""
     import torch
@@ -111,7 +118,7 @@ def build_speculator(
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
             default_proposal_method="greedy",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=draft_steps)],
             verifier=VerifierConfig(name_or_path=verifier, architectures=[architecture]),
         ),
     )

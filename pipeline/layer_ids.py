@@ -27,6 +27,7 @@ from typing import Any
 
 from pipeline import layer_stubs
 from pipeline.errors import PipelineError
+from pipeline.sglang_cpu import TESTED_SGLANG
 
 PROVEN_CLASSES = frozenset({"LlamaForCausalLM", "DeepseekV3ForCausalLM"})
 """SGLang classes of which a model was run in the engine, and every capture point compared with transformers."""
@@ -48,7 +49,7 @@ class EngineIds:
     rule_source: str
     """file and method that decide what an id means"""
     proven: bool
-    """whether a model of this class was run in the engine and matched transformers"""
+    """whether a model of this class was run in this version of the engine and matched transformers"""
     note: str
 
 
@@ -127,7 +128,7 @@ def _choose(layers: Sequence[int]) -> str:
 # ---------------------------------------------------------------- SGLang: ask its class
 
 
-def derive_sglang_ids(config: Any, layers: Sequence[int], *, allow_last: bool = False) -> EngineIds:
+def derive_sglang_ids(config: Any, layers: Sequence[int]) -> EngineIds:
     """The ids that make the installed SGLang capture exactly these layer outputs of this target.
 
     The same ids are valid for the dump flag `return_aux_hidden_state_layer_ids` (which wants 0 ≤ id < N, no repeats)
@@ -141,16 +142,14 @@ def derive_sglang_ids(config: Any, layers: Sequence[int], *, allow_last: bool = 
         PipelineError: the class cannot be asked, or no ids lead to these layers.
     """
     config = layer_stubs.read_config(config)
-    check_layers(layers, layer_stubs.num_layers(config), allow_last=allow_last)  # before SGLang's slow import
-    return derive_for_class(layer_stubs.model_class(config), config, layers, allow_last=allow_last)
+    check_layers(layers, layer_stubs.num_layers(config))  # before SGLang's slow import
+    return derive_for_class(layer_stubs.model_class(config), config, layers)
 
 
-def derive_for_class(
-    cls: type, config: SimpleNamespace, layers: Sequence[int], *, allow_last: bool = False
-) -> EngineIds:
+def derive_for_class(cls: type, config: SimpleNamespace, layers: Sequence[int]) -> EngineIds:
     """`derive_sglang_ids` for a model class in hand (see there)."""
     num_layers = layer_stubs.num_layers(config)
-    layers = check_layers(layers, num_layers, allow_last=allow_last)
+    layers = check_layers(layers, num_layers)
     wanted = tuple(layer + 1 for layer in layers)
     answers: dict[tuple[int, ...], tuple[int, ...] | str] = {}
     for ids in _candidates(layers, num_layers):
@@ -161,16 +160,16 @@ def derive_for_class(
         if answers[ids] == wanted:
             if len(answers) == 1:
                 _refuse_if_ids_are_ignored(cls, config, ids, wanted)
-            proven = cls.__name__ in PROVEN_CLASSES
+            version = layer_stubs.sglang_version()
             return EngineIds(
                 engine="sglang",
-                version=layer_stubs.sglang_version(),
+                version=version,
                 ids=ids,
                 capture_points=wanted,
                 model_class=cls.__name__,
                 rule_source=layer_stubs.rule_source(cls),
-                proven=proven,
-                note=_note(cls, proven),
+                proven=cls.__name__ in PROVEN_CLASSES and version in TESTED_SGLANG,
+                note=_note(cls, version),
             )
     tried = [(ids, answer) for ids, answer in answers.items() if isinstance(answer, tuple)]
     if not tried:
@@ -221,12 +220,17 @@ def _refuse_if_ids_are_ignored(
     )
 
 
-def _note(cls: type, proven: bool) -> str:
-    if proven:
+def _note(cls: type, version: str) -> str:
+    if version not in TESTED_SGLANG:
+        return (
+            f"asked on a stub of SGLang {version}, with which this pipeline was not tested: no model was compared with "
+            "transformers there, so what arrives at the capture points may differ from the residual stream"
+        )
+    if cls.__name__ in PROVEN_CLASSES:
         return "asked on a stub; a model of this class was run in the engine and matched transformers"
     return (
-        f"asked on a stub only: no model of {cls.__name__} was compared with transformers yet, so what arrives at the "
-        "capture points may differ from the residual stream (make verify compares it)"
+        f"asked on a stub only: {cls.__name__} is not among the classes that were run in the engine and compared with "
+        "transformers, so what arrives at the capture points may differ from the residual stream"
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,19 +32,21 @@ class ExportedDrafter:
     Args:
         folder: config.json and model.safetensors.
         embedding: [V, H], the target's.
+        device: "cpu" or "cuda"; inputs and outputs of `draft` may lie elsewhere.
     """
 
-    def __init__(self, folder: Path, embedding: Tensor):
+    def __init__(self, folder: Path, embedding: Tensor, device: str = "cpu"):
         from safetensors.torch import load_file
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         self.config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         weights = load_file(Path(folder) / "model.safetensors")
-        self.target_id = weights.pop("d2t") + torch.arange(self.config["draft_vocab_size"])
+        self.device = torch.device(device)
+        self.target_id = (weights.pop("d2t") + torch.arange(self.config["draft_vocab_size"])).to(device)
         weights.pop("t2d")
-        self.weights = {name: tensor.float() for name, tensor in weights.items()}
-        self.embedding = embedding
+        self.weights = {name: tensor.to(device).float() for name, tensor in weights.items()}
+        self.embedding = embedding.to(device)
         self.rotary = LlamaRotaryEmbedding(
             LlamaConfig(
                 **{
@@ -58,7 +60,7 @@ class ExportedDrafter:
                     )
                 }
             )
-        )
+        ).to(device)
 
     @torch.inference_mode()
     def draft(self, ids: Tensor, features: Tensor, rows: Tensor, steps: int, *, forced: bool) -> Tensor:
@@ -72,25 +74,26 @@ class ExportedDrafter:
             forced: step j reads token i+1+j of the sequence (as in training) instead of its own last draft (as served).
 
         Returns:
-            [N, K] drafted target ids; entry j of row i is the draft of token i+2+j.
+            [N, K] drafted target ids on the CPU; entry j of row i is the draft of token i+2+j.
         """
+        ids, features, rows = (x.to(self.device) for x in (ids, features, rows))
         key0, value0, fused = self._block0(ids, features)
         heads = self.config["num_attention_heads"]
         chunk = max(1, _SCORES // (heads * len(ids)))
         parts = [self._draft_rows(part, ids, fused, key0, value0, steps, forced) for part in rows.split(chunk)]
-        return torch.cat(parts) if parts else torch.empty(0, steps, dtype=torch.long)
+        return torch.cat(parts).cpu() if parts else torch.empty(0, steps, dtype=torch.long)
 
     def _block0(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [T-1, A, D] of every row that has a next token, and fc's output [T-1, H]."""
         fused = self._fuse(features[:-1].float())
         x = self._layer_input(self.embedding[ids[1:]].float(), fused)
         key, value = self._heads("k", x), self._heads("v", x)
-        return self._full(self._rotate(key, torch.arange(len(fused)))), self._full(value), fused
+        return self._full(self._rotate(key, torch.arange(len(fused), device=self.device))), self._full(value), fused
 
     def _draft_rows(
         self, rows: Tensor, ids: Tensor, fused: Tensor, key0: Tensor, value0: Tensor, steps: int, forced: bool
     ) -> Tensor:
-        visible = torch.arange(len(key0)) <= rows[:, None]  # [N, T-1]
+        visible = torch.arange(len(key0), device=self.device) <= rows[:, None]  # [N, T-1]
         hidden, token = fused[rows], ids[rows + 1]
         own_keys, own_values, drafts = [], [], []
         for j in range(steps):
@@ -161,17 +164,26 @@ class ExportedDrafter:
 
 @dataclass
 class Accuracy:
-    """Sums over rows per step, to be divided last.
+    """Counts of every sample and step, to be added up before they are divided.
 
     Attributes:
-        rows: gated rows of step j.
-        hits: of these, rows whose draft is the target's argmax over its full vocabulary.
-        prefix: of these, rows right at this and every earlier step.
+        counts: [samples, 3, K]: the gated rows of step j; of these, rows whose draft is the target's argmax over its
+            full vocabulary (hits); of these, rows right at this and every earlier step (prefix).
     """
 
-    rows: list[int] = field(default_factory=list)
-    hits: list[int] = field(default_factory=list)
-    prefix: list[int] = field(default_factory=list)
+    counts: Tensor
+
+    @property
+    def rows(self) -> list[int]:
+        return self.counts[:, 0].sum(0).tolist()
+
+    @property
+    def hits(self) -> list[int]:
+        return self.counts[:, 1].sum(0).tolist()
+
+    @property
+    def prefix(self) -> list[int]:
+        return self.counts[:, 2].sum(0).tolist()
 
     def per_step(self) -> list[float]:
         return [h / max(r, 1) for h, r in zip(self.hits, self.rows)]
@@ -179,6 +191,19 @@ class Accuracy:
     def tau_row(self, steps: int) -> float:
         """1 + Σ_{j<steps} prefix_j / rows_j"""
         return 1.0 + sum(p / max(r, 1) for p, r in zip(self.prefix[:steps], self.rows))
+
+    def standard_error(self, what: str) -> list[float]:
+        """Of hits ("hits") or prefix ("prefix") per row and step, for samples drawn at random from many.
+
+        The ratio estimator's: rows of one sample are not independent, so whole samples are what varies
+        (Cochran 1977, "Sampling Techniques", section 2.11). 1, the whole range, for a single sample.
+        """
+        rows, hits = self.counts[:, 0].double(), self.counts[:, ("rows", "hits", "prefix").index(what)].double()
+        n, total = len(rows), rows.sum(0)
+        if n < 2:
+            return [1.0] * rows.shape[1]
+        off = hits - rows * (hits.sum(0) / total.clamp(min=1))
+        return ((off.square().sum(0) * n / (n - 1)).sqrt() / total.clamp(min=1)).tolist()
 
 
 def gated_rows(generated: Sequence[int], step: int) -> list[int]:
@@ -196,7 +221,7 @@ def teacher_forced_accuracy(
         samples: per sample: ids [T], loss mask, features [T, n·H], and the target's argmax at every token [T]
             (which predicts the next one).
     """
-    total = Accuracy([0] * steps, [0] * steps, [0] * steps)
+    counts = []
     for ids, generated, features, argmax in samples:
         rows = gated_rows(generated, 0)
         if not rows:
@@ -204,14 +229,14 @@ def teacher_forced_accuracy(
         index = torch.tensor(rows)
         drafts = drafter.draft(ids, features, index, steps, forced=True)
         right = torch.ones(len(rows), dtype=torch.bool)
+        of_sample = torch.zeros(3, steps, dtype=torch.long)
         for j in range(steps):
             gated = torch.isin(index, torch.tensor(gated_rows(generated, j), dtype=torch.long))
             hit = drafts[:, j] == argmax[(index + 1 + j).clamp(max=len(ids) - 1)]
             right &= hit
-            total.rows[j] += int(gated.sum())
-            total.hits[j] += int((hit & gated).sum())
-            total.prefix[j] += int((right & gated).sum())
-    return total
+            of_sample[:, j] = torch.stack([gated.sum(), (hit & gated).sum(), (right & gated).sum()])
+        counts.append(of_sample)
+    return Accuracy(torch.stack(counts) if counts else torch.zeros(0, 3, steps, dtype=torch.long))
 
 
 # ---------------------------------------------------------------- accept length, as the engine counts it

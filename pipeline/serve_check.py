@@ -17,13 +17,13 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.dump import dump
-from pipeline.engine import engine, generate, resolve_device
+from pipeline.engine import engine, generate, resolve_device, tensor_parallel
 from pipeline.errors import PipelineError
 from pipeline.files import make_dir
 from pipeline.manifest import Manifest
 from pipeline.replay import ExportedDrafter, Walk, tau, walk
 from pipeline.samples import Sample, read_samples, write_samples
-from pipeline.serving import draft_arguments, tensor_parallel
+from pipeline.serving import draft_arguments
 from pipeline.store import HiddenStore, layer_output, shard_paths
 from pipeline.target import Target, load_embedding
 
@@ -94,7 +94,7 @@ def serve_check(
         tokens=config.verify.serve_tokens,
         steps=steps,
         options=options,
-        draft_options=draft_arguments(config.target.quantization),
+        draft_options=draft_arguments(target, config.target.quantization, device),
     )
     identical = [s.output == s.plain for s in served]
     # A text that differs was drafted for from another point on: its walk says nothing about the wiring.
@@ -104,8 +104,8 @@ def serve_check(
         if comparable
         else []
     )
-    walks = replay_served(comparable, features, ExportedDrafter(draft, load_embedding(target)), steps=steps)
-    result = compare(comparable, walks)
+    walks = replay_served(comparable, features, ExportedDrafter(draft, load_embedding(target), device), steps=steps)
+    result = compare(comparable, walks, steps)
     result |= {
         "text_identical": all(identical),
         "texts_identical": sum(identical),
@@ -257,14 +257,18 @@ def replay_served(served: list[Served], features: list[Tensor], drafter: Exporte
     return walks
 
 
-def compare(served: list[Served], walks: list[Walk]) -> dict[str, Any]:
-    """The engine's counters next to the replay's."""
+def compare(served: list[Served], walks: list[Walk], steps: int) -> dict[str, Any]:
+    """The engine's counters next to the replay's.
+
+    `tau_engine` and `tau_replayed` follow the engine's own counting rule: a draft that the target confirms past the end of
+    turn or the length limit counts, though no user gets it. `tau_walk@<steps>` is the replay by definition: clipped there.
+    """
     differing = [i for i, (s, w) in enumerate(zip(served, walks)) if _histogram(w) != _trim(s.histogram)]
     cycles, correct = sum(s.verifications for s in served), sum(s.correct for s in served)
     return {
         "tau_engine": 1.0 + correct / max(cycles, 1),
         "tau_replayed": tau(a for w in walks for a in w.accepted),
-        "tau_walk": tau(a for w in walks for a in w.clipped),
+        f"tau_walk@{steps}": tau(a for w in walks for a in w.clipped),
         "cycles_engine": cycles,
         "cycles_replayed": sum(w.cycles for w in walks),
         "accepted_engine": correct,

@@ -1,7 +1,11 @@
 """serving.yaml and the launch scripts: how each engine is started on the exported drafter.
 
-The SGLang flags come from `engine.engine_arguments`, which also starts the engine for the dump and the serve check, so
-what is launched is what was verified. As a command it prints the environment that SGLang needs on a device:
+The SGLang flags come from `engine.engine_arguments` and `draft_arguments`, which also start the engine for the serve
+check: quantization and attention backends of what is launched are those of what was verified. Two things may differ by
+configuration: the shape of the drafts (export.draft_steps and topk; the check drafts a chain of verify.draft_steps) and,
+on a CPU, the type (the check computes in fp32, where greedy text is reproducible).
+
+As a command it prints the environment that SGLang needs on a device:
 
     eval "$(python -m pipeline.serving --environment cpu)"
 """
@@ -9,6 +13,7 @@ what is launched is what was verified. As a command it prints the environment th
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import shlex
@@ -27,12 +32,9 @@ from pipeline.target import EMBEDDED, Target
 DRAFT_ATTENTION_BACKENDS = {"hopper": "fa3", "blackwell": "trtllm_mha", "other": "flashinfer"}
 """GPU generation → `--speculative-draft-attention-backend` for targets with latent attention (MLA). The drafter has
 ordinary attention and cannot run on the backend it would inherit (sglang issue 23490)."""
-_GENERATION_OF_CAPABILITY = {
-    "9.*": "hopper",
-    "10.*": "blackwell",
-    "*": "other",
-}  # 12.*, consumer Blackwell, lacks trtllm
-_TARGET, _HERE = "@TARGET@", "@HERE@"  # stand for shell variables until the words of a script are quoted
+_GENERATIONS = {"9.*": "hopper", "10.*": "blackwell", "*": "other"}
+"""Compute capability, as a shell pattern → GPU generation. 12.*, consumer Blackwell, lacks the trtllm kernels."""
+_TARGET, _HERE, _BACKEND = "@TARGET@", "@HERE@", "@BACKEND@"  # stand for shell variables until a script is quoted
 _PORTS = {"sglang": 30000, "vllm": 8000}
 _PACKAGES = ("sglang", "speculators", "transformers", "torch")
 
@@ -48,12 +50,45 @@ def is_mla(text_config: Any) -> bool:
     return getattr(text_config, "kv_lora_rank", None) is not None
 
 
-def sglang_command(config: Config, target: Target, *, device: str, model: str, draft: str) -> list[str]:
+def needs_draft_backend(target: Target, device: str) -> bool:
+    """Whether the drafter must be given an attention backend of its own."""
+    return device == "cuda" and is_mla(target.text)
+
+
+def draft_backend_here() -> str:
+    """The draft attention backend for this machine's GPU."""
+    import torch
+
+    capability = "{}.{}".format(*torch.cuda.get_device_capability())
+    generation = next(g for pattern, g in _GENERATIONS.items() if fnmatch.fnmatch(capability, pattern))
+    return DRAFT_ATTENTION_BACKENDS[generation]
+
+
+def draft_arguments(
+    target: Target, quantization: str | None, device: str, *, backend: str | None = None
+) -> dict[str, str]:
+    """`ServerArgs` fields that keep the drafter from inheriting what is right for the target only.
+
+    Args:
+        quantization: asked for the target; the drafter was trained without.
+        device: "cpu" or "cuda".
+        backend: draft attention backend where the target needs one; None: the one for this machine's GPU.
+    """
+    arguments = {} if quantization is None else {"speculative_draft_model_quantization": "unquant"}
+    if needs_draft_backend(target, device):
+        arguments["speculative_draft_attention_backend"] = backend or draft_backend_here()
+    return arguments
+
+
+def sglang_command(
+    config: Config, target: Target, *, device: str, model: str, draft: str, backend: str | None = None
+) -> list[str]:
     """`sglang.launch_server` with every flag that matters.
 
     Args:
         device: "cpu" or "cuda".
         model, draft: as they shall stand on the command line.
+        backend: draft attention backend, for targets that need one (see `draft_arguments`).
     """
     arguments = engine_arguments(
         model,
@@ -68,7 +103,8 @@ def sglang_command(config: Config, target: Target, *, device: str, model: str, d
         quantization=config.target.quantization,
         trust_remote_code=target.trust_remote_code,
         mem_fraction_static=config.dump.mem_fraction_static,
-        extra=draft_arguments(config.target.quantization) | {"revision": config.target.revision},
+        extra=draft_arguments(target, config.target.quantization, device, backend=backend)
+        | {"revision": config.target.revision},
     )
     arguments |= {"host": "127.0.0.1", "port": _PORTS["sglang"]}
     flags: list[str] = []
@@ -77,11 +113,6 @@ def sglang_command(config: Config, target: Target, *, device: str, model: str, d
             continue
         flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return ["python", "-m", "sglang.launch_server", *flags]
-
-
-def draft_arguments(quantization: str | None) -> dict[str, str]:
-    """The drafter would inherit the target's quantization, which it was not trained with."""
-    return {} if quantization is None else {"speculative_draft_model_quantization": "unquant"}
 
 
 def vllm_command(config: Config, target: Target, *, model: str, draft: str) -> list[str]:
@@ -119,22 +150,29 @@ def write_serving(
     *,
     device: str,
 ) -> list[Path]:
-    """Write serving.yaml and `launch_<engine>.sh` for every exported engine; returns the files."""
+    """Write serving.yaml and `launch_<engine>.sh` for every exported engine; returns the files.
+
+    `launch` in serving.yaml is a command line, or one per GPU generation where they differ; the script chooses.
+    """
     import yaml
 
-    model, mla = target_name(config, target), is_mla(target.text)
+    model = target_name(config, target)
     layers = manifest.fc_layers()
     engines: dict[str, Any] = {name: {"refused": reason} for name, reason in refused.items()}
     written = []
     for name, exported in record.engines.items():
 
-        def command(model: str, draft: str, name: str = name) -> list[str]:
+        def command(model: str, draft: str, backend: str | None = None, name: str = name) -> list[str]:
             if name == "sglang":
-                return sglang_command(config, target, device=device, model=model, draft=draft)
+                return sglang_command(config, target, device=device, model=model, draft=draft, backend=backend)
             return vllm_command(config, target, model=model, draft=draft)
 
-        line = shlex.join(command(model, f"./{name}"))
-        backend = name == "sglang" and mla and device == "cuda"
+        choose = name == "sglang" and needs_draft_backend(target, device)
+        launch: str | dict[str, str]
+        if choose:
+            launch = {g: shlex.join(command(model, f"./{name}", b)) for g, b in DRAFT_ATTENTION_BACKENDS.items()}
+        else:
+            launch = shlex.join(command(model, f"./{name}"))
         engines[name] = {
             "drafter": name,
             "ids": exported.ids,
@@ -148,16 +186,16 @@ def write_serving(
                 "validated_by": exported.validated_by,
             },
             "launch_script": f"launch_{name}.sh",
-            "launch": line + (" --speculative-draft-attention-backend <see below>" if backend else ""),
-        } | ({"draft_attention_backend": DRAFT_ATTENTION_BACKENDS} if name == "sglang" and mla else {})
+            "launch": launch,
+        }
         written.append(
             _write_script(
                 folder / f"launch_{name}.sh",
-                command(_TARGET, f"{_HERE}/{name}"),
+                command(_TARGET, f"{_HERE}/{name}", _BACKEND),
                 model=model,
                 device=device,
                 engine=name,
-                choose_backend=backend,
+                choose_backend=choose,
             )
         )
     content = {
@@ -184,7 +222,7 @@ def write_serving(
 def _write_script(
     path: Path, command: list[str], *, model: str, device: str, engine: str, choose_backend: bool
 ) -> Path:
-    """A launch script that works from any folder. `command` holds `_TARGET` and `_HERE` in place of the paths."""
+    """A launch script that works from any folder. `command` holds `_TARGET`, `_HERE` and `_BACKEND` for variables."""
     words = [_shell_word(word) for word in command]
     lines = [
         "#!/usr/bin/env bash",
@@ -205,10 +243,9 @@ def _write_script(
         lines += ['case "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1)" in']
         lines += [
             f"  {capability}) backend={DRAFT_ATTENTION_BACKENDS[generation]} ;;  # {generation}"
-            for capability, generation in _GENERATION_OF_CAPABILITY.items()
+            for capability, generation in _GENERATIONS.items()
         ]
         lines += ["esac"]
-        words += ["--speculative-draft-attention-backend", '"$backend"']
     flags = next(i for i, word in enumerate(words) if word.startswith("--"))
     head, rest = words[:flags], words[flags:]
     grouped: list[str] = []
@@ -227,7 +264,7 @@ def _shell_word(word: str) -> str:
     """Quote a word for the shell, with the variables put in where their stand-ins are."""
     quoted = shlex.quote(word)
     close, reopen = ("'", "'") if quoted.startswith("'") else ("", "")
-    for stand_in, variable in ((_TARGET, '"$TARGET"'), (_HERE, '"$here"')):
+    for stand_in, variable in ((_TARGET, '"$TARGET"'), (_HERE, '"$here"'), (_BACKEND, '"$backend"')):
         quoted = quoted.replace(stand_in, close + variable + reopen)
     return quoted
 

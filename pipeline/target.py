@@ -188,6 +188,10 @@ def open_target(config: Config) -> tuple[Target, Config]:
         "architecture": architecture, "num_layers": text.num_hidden_layers, "hidden_size": text.hidden_size,
         "vocab_size": text.vocab_size, "max_position_embeddings": text.max_position_embeddings,
     }
+    if getattr(text, "rms_norm_eps", None) is None:
+        raise PipelineError("the target's final norm is not an RMS norm: neither its final hidden states nor an EAGLE-3 "
+                            "drafter can be computed as the engine does", field=f"{path / 'config.json'}: rms_norm_eps",
+                            fix="choose a target whose config.json states rms_norm_eps")
     for key, found in facts.items():
         if (value := getattr(asked, key)) is not None and value != found:
             raise PipelineError(f"the target's checkpoint says {key} = {found}, the configuration says {value}",
@@ -221,7 +225,7 @@ def load_output_head(target: Target, rows: torch.Tensor | None = None) -> Output
     if getattr(text, "logits_scaling", None):          # Granite divides
         scale = 1.0 / text.logits_scaling
     return OutputHead(weight=target.load_tensor(what, rows=rows), norm_weight=target.load_tensor("final norm"),
-                      norm_eps=getattr(text, "rms_norm_eps", 1e-6), logit_scale=float(scale),
+                      norm_eps=text.rms_norm_eps, logit_scale=float(scale),
                       softcap=getattr(text, "final_logit_softcapping", None))
 
 

@@ -200,12 +200,14 @@ def _check_ids(config: dict, layout: str, report: Report) -> int | None:
         ids,
         "negative ids are refused: SGLang captures the embedding for -1, which is no layer output",
     )
-    report.require(
-        all(a < b for a, b in zip(ids, ids[1:])),
-        where,
-        ids,
-        "must be strictly ascending and distinct: engines concatenate in layer order, whatever order the list has",
-    )
+    report.require(len(set(ids)) == len(ids), where, ids, "must be distinct: fc reads every hidden state once")
+    if ids != sorted(ids) and layout == "sglang":  # ids are what the class makes of them: DeepSeek layer 0 needs [5, 1]
+        report.notes.append(
+            f"{where} = {ids} does not ascend: the engine concatenates in layer order, and so must the drafter's trainer "
+            "have done; --target says which layers these are"
+        )
+    elif ids != sorted(ids):
+        report.problem(where, ids, "must ascend: they are capture points, and vLLM sorts them")
     report.require(count in (None, len(ids)), "num_aux_hidden_states", count, f"must be {len(ids)}, the number of ids")
     report.require(
         len(ids) == 3 or count is not None,
@@ -274,8 +276,15 @@ def _check_target(config: dict, target: dict, path: Path, layout: str, report: R
         ours,
         f"the target has {theirs}: features and drafts would be rotated differently",
     )
-    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if layout == "sglang" and isinstance(ids, list) and ids:
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = (config.get("eagle_config") or {}).get(key) if layout == "sglang" else config.get(key)
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        return  # reported already
+    if layout == "speculators":
+        report.notes.append(f"vLLM captures layer outputs {[i - 1 for i in ids]} for ids {ids}")
+        layers = target.get("num_hidden_layers", 0)
+        report.require(max(ids) <= layers, key, ids, f"the target has {layers} layers, so capture points end there")
+    else:
         from pipeline.layer_ids import capture_points_for
 
         try:

@@ -105,7 +105,7 @@ def check_vocabulary(tensors: dict, vocab_size: int, report: Report) -> None:
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None or d2t.is_floating_point() or d2t.dim() != 1:
         return
-    mend = "make standardize, train and export again: the three belong to one vocabulary"
+    mend = "make standardize, then make train and make export: the three belong to one vocabulary"
     ids = d2t.long() + torch.arange(len(d2t))
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if not report.require(

@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
+from pipeline import layer_ids, layer_stubs
 from pipeline.drafter import Drafter, DrafterConfig, FrozenTarget, PackedBatch
 from pipeline.errors import PipelineError
-from pipeline.export import check_rope, export, read_trained, write_sglang
+from pipeline.export import export, read_trained, write_sglang
 from pipeline.export_vllm import write_vllm
 from pipeline.layer_ids import derive_sglang_ids, derive_vllm_ids
 from pipeline.manifest import load_manifest, save_manifest
 from pipeline.replay import ExportedDrafter
+from pipeline.rope_check import check_rope, check_rope_of_target
 from pipeline.stage import StageResult
 from pipeline.target import load_embedding, load_output_head
 from pipeline.validate import validate
-from tests.tiny_models import tiny_deepseek_v3
+from tests.tiny_disk import tiny_disk
+from tests.tiny_models import tiny_deepseek_v3, tiny_llama
 from tests.tiny_run import TinyRun, tiny_run
 
 # Read from SGLang 0.5.23's models/llama_eagle3.py: what load_weights finds a parameter (or the vocabulary map) for.
@@ -176,7 +180,7 @@ def test_served_context_raises_max_positions(trained, tmp_path):
         assert validate(tmp_path / "export" / engine, context=9000).problems == []
 
 
-def test_a_slot_that_only_one_engine_captures(trained, tmp_path):
+def test_a_slot_that_only_one_engine_captures(trained, tmp_path, capsys):
     """Where SGLang captures something else than the residual stream, a drafter is right for SGLang only."""
     manifest = load_manifest(trained.folder)
     manifest.slots["fc.1"] = manifest.slots["fc.1"].model_copy(update={"equals_transformers": False})
@@ -184,7 +188,9 @@ def test_a_slot_that_only_one_engine_captures(trained, tmp_path):
     result = export(config, target, manifest, trained.folder, tmp_path / "export")
     assert set(result.export.engines) == {"sglang"} and "slot fc.1" in result.metrics["vllm_refused"]
     assert not (tmp_path / "export" / "vllm").exists() and not (tmp_path / "export" / "launch_vllm.sh").exists()
-    assert "slot fc.1" in (tmp_path / "export" / "serving.yaml").read_text()
+    refused = yaml.safe_load((tmp_path / "export" / "serving.yaml").read_text())["engines"]["vllm"]["refused"]
+    assert "slot fc.1" in refused and "right for SGLang only" in refused
+    assert f"no files for vllm: {refused}" in capsys.readouterr().out
 
 
 def test_other_slots_than_trained_are_refused(trained, tmp_path):
@@ -223,6 +229,7 @@ def test_every_shape_is_exported_for_both_engines(trained, tmp_path, changes):
         target_text=target.text,
         verifier=str(trained.target_dir),
         architecture="LlamaForCausalLM",
+        draft_steps=3,
     )
     for engine in ("sglang", "vllm"):
         assert validate(tmp_path / engine, context=2048).problems == []
@@ -309,6 +316,84 @@ def test_deepseek_ids_are_capture_points(trained, tmp_path):
     assert found == [3, 5]
     report = validate(tmp_path / "d", target=folder)
     assert any("layer outputs [2, 4]" in note for note in report.notes)
+
+
+def test_ids_that_do_not_ascend_are_right_where_the_engine_says_so(tmp_path, trained):
+    """DeepSeek's layer output 0 needs ids that start with another than 1: (5, 1)."""
+    folder = tiny_deepseek_v3(tmp_path / "target")
+    drafter, weights = random_drafter(tmp_path, slots=2)
+    target, _ = trained.config()
+    ids = derive_sglang_ids(folder, [0, 4])
+    assert ids.ids == (5, 1)
+    write_sglang(tmp_path / "d", drafter, weights, ids, dtype="float32", context=2048, target_text=target.text)
+    report = validate(tmp_path / "d", target=folder)
+    assert [p.field for p in report.problems] == ["rope_parameters"]  # this drafter's rope is not the tiny target's
+    assert any("layer outputs [0, 4]" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+    ],
+    ids=lambda r: r["rope_type"],
+)
+def test_rope_that_depends_on_the_length_is_refused_before_anything_is_dumped(tmp_path, rope):
+    """transformers' frequencies follow the length of the sequence, SGLang's do not, or follow the batch."""
+    run = TinyRun(tiny_llama(tmp_path / "target"), tmp_path)
+    target, config = run.config()
+    check_rope_of_target(config, target)
+    path = run.target_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": rope}))
+    target, config = run.config()
+    with pytest.raises(PipelineError, match="rotates") as e:
+        check_rope_of_target(config, target)
+    assert e.value.field == "rope_parameters"
+
+
+def test_draft_steps_reach_both_engines(trained, tmp_path):
+    run_export(trained, tmp_path / "export", **{"export.draft_steps": 5})
+    other = json.loads((tmp_path / "export" / "vllm" / "config.json").read_text())
+    assert other["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    launch = yaml.safe_load((tmp_path / "export" / "serving.yaml").read_text())["engines"]["sglang"]["launch"]
+    assert "--speculative-num-steps 5" in launch and "--speculative-num-draft-tokens 6" in launch
+
+
+def test_an_unproven_class_and_another_version_are_said_once(trained, tmp_path, capsys, monkeypatch):
+    run_export(trained, tmp_path / "export", **{"export.engines": ["sglang"]})
+    assert "export: sglang" not in capsys.readouterr().out
+    monkeypatch.setattr(layer_ids, "PROVEN_CLASSES", frozenset())
+    run_export(trained, tmp_path / "export", **{"export.engines": ["sglang"]})
+    assert capsys.readouterr().out.count("LlamaForCausalLM is not among the classes") == 1
+
+    monkeypatch.undo()
+    monkeypatch.setattr(layer_stubs, "sglang_version", lambda: "0.9.9")
+    manifest = load_manifest(trained.folder)
+    manifest.dump = manifest.dump.model_copy(update={"engine": "sglang", "engine_version": "0.5.23"})
+    target, config = trained.config(**{"export.engines": ["sglang"]})
+    result = export(config, target, manifest, trained.folder, tmp_path / "export")
+    said = capsys.readouterr().out
+    assert said.count("SGLang 0.9.9, with which this pipeline was not tested") == 1
+    assert "dumped with sglang 0.5.23, ids derived anew from 0.9.9" in said
+    assert result.export.engines["sglang"].version == "0.9.9" and not result.export.engines["sglang"].proven
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_full_disk_is_one_message_and_leaves_nothing_half_written(trained, tmp_path, engine):
+    with tiny_disk(tmp_path / "disk", "64k"):
+        with pytest.raises(PipelineError, match="disk is full") as e:
+            run_export(trained, tmp_path / "disk" / "export", **{"export.engines": [engine]})
+        assert "free some space" in e.value.fix
+        assert not list((tmp_path / "disk").rglob("*.safetensors")) and not list((tmp_path / "disk").rglob("*tmp*"))
+        assert not (tmp_path / "disk" / "export" / f"building-{engine}").exists()
 
 
 def test_a_damaged_training_output_is_named(trained, tmp_path):

@@ -244,6 +244,11 @@ class TestInstalledSGLang:
         assert derive_sglang_ids(gpt_oss, [1, 11, 20]).ids == (1, 11, 20)
         assert capture_points_for(gpt_oss, [2, 12, 24]) == (2, 12, 24)
 
+    def test_a_class_is_proven_in_the_tested_versions_only(self, monkeypatch):
+        monkeypatch.setattr(layer_stubs, "sglang_version", lambda: "0.9.9")
+        answer = derive_sglang_ids(target("LlamaForCausalLM", 30), [2, 15, 27])
+        assert not answer.proven and answer.version == "0.9.9" and "0.9.9, with which this pipeline" in answer.note
+
     def test_qwen3(self):
         answer = derive_sglang_ids(target("Qwen3ForCausalLM", 36), [1, 17, 32])
         assert answer.ids == (1, 17, 32) and not answer.proven and "asked on a stub only" in answer.note

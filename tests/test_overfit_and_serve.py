@@ -7,6 +7,7 @@ length does not show an off-by-one in the layers, so the replay's counters are c
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.config import Config
 from pipeline.drafter import Drafter, FrozenTarget, PackedBatch
@@ -26,7 +28,8 @@ from pipeline.layer_ids import derive_sglang_ids
 from pipeline.manifest import EngineExport, ExportRecord, Manifest, bind_slots
 from pipeline.reference import Reference
 from pipeline.replay import ExportedDrafter
-from pipeline.serve_check import Served, compare, redump, replay_served, serve
+from pipeline.samples import Sample, write_samples
+from pipeline.serve_check import KNOWN_CAUSES, Served, compare, redump, replay_served, serve, serve_check
 from pipeline.serving import write_serving
 from pipeline.store import FINAL_HIDDEN, layer_output
 from pipeline.target import Target, load_embedding, load_output_head, open_target
@@ -164,13 +167,47 @@ def test_replay_equals_the_engines_counters(overfitted, tmp_path):
     manifest = Manifest(run="overfit", target=target.record)
     features = redump(overfitted.served, overfitted.config, target, manifest, LAYERS, tmp_path / "redump", exact=True)
     walks = replay_served(overfitted.served, features, drafter, steps=STEPS)
-    result = compare(overfitted.served, walks)
+    result = compare(overfitted.served, walks, STEPS)
     assert result["counters_identical"], result
     assert (
         result["cycles_engine"] == result["cycles_replayed"]
         and result["accepted_engine"] == result["accepted_replayed"]
     )
-    assert result["tau_walk"] <= result["tau_replayed"]
+    assert result[f"tau_walk@{STEPS}"] <= result["tau_replayed"]
+
+
+def test_a_drafter_that_is_never_right_prints_the_known_causes(overfitted, tmp_path, capsys):
+    """Fit in form, but its vocabulary map sends every draft to a token that the target never says."""
+    run = tmp_path / "run"
+    draft = shutil.copytree(overfitted.export / "sglang", run / "export" / "sglang")
+    weights = load_file(draft / "model.safetensors")
+    unused = next(t for t in range(512) if all(t not in s.sequence for s in overfitted.served))
+    weights["d2t"] = unused - torch.arange(len(weights["d2t"]))
+    save_file(weights, draft / "model.safetensors")
+    write_samples(
+        run / "prompts" / "samples.jsonl",
+        [
+            Sample(
+                id=f"s{i}",
+                split="heldout",
+                category=None,
+                messages=[],
+                input_ids=s.prompt + s.output,
+                loss_mask=[0] * len(s.prompt) + [1] * len(s.output),
+                finish_reason="length",
+            )
+            for i, s in enumerate(overfitted.served)
+        ],
+    )
+    manifest = Manifest(
+        run="overfit", target=overfitted.target.record, slots=bind_slots(LAYERS, overfitted.target.hidden_size)
+    )
+    section = overfitted.config.verify.model_copy(update={"serve_tokens": 12})
+    config = overfitted.config.model_copy(update={"verify": section})
+    result, problems = serve_check(config, overfitted.target, manifest, run, tmp_path / "verify")
+    assert result["tau_engine"] == result["tau_replayed"] == 1.0 and problems == []
+    assert result["text_identical"] and result["counters_identical"]
+    assert KNOWN_CAUSES in capsys.readouterr().out
 
 
 def test_the_launch_script_serves(overfitted):

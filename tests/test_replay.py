@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import PipelineError
 from pipeline.export import export
-from pipeline.replay import ExportedDrafter, gated_rows, tau, teacher_forced_accuracy, walk
+from pipeline.replay import Accuracy, ExportedDrafter, gated_rows, tau, teacher_forced_accuracy, walk
 from pipeline.samples import Sample
 from pipeline.serve_check import Served, compare, last_answer
 from pipeline.target import load_embedding
 from pipeline.verify import _samples, replay_check, verify
+from tests.tiny_disk import fill, tiny_disk
 from tests.tiny_run import TinyRun, tiny_run
 
 
@@ -38,6 +39,49 @@ def test_replayed_accuracy_is_the_trainers(exported):
     assert problems == []
     assert result["replayed_accuracy"] == pytest.approx(result["trainer_accuracy"], abs=1e-9)
     assert result["tau_row_replayed@3"] == pytest.approx(result["tau_row_trainer@3"], abs=1e-9)
+
+
+def test_a_capped_replay_takes_the_same_samples_and_allows_for_the_choice(exported):
+    target, config = exported.config(**{"verify.replay_samples": 4})
+    draft = exported.folder / "export" / "sglang"
+    result, problems = replay_check(config, target, exported.manifest, exported.folder, draft)
+    assert problems == [] and (result["replayed_samples"], result["heldout_samples"]) == (4, 6)
+    assert "3 standard errors" in result["compared_within"]
+    assert replay_check(config, target, exported.manifest, exported.folder, draft)[0] == result
+    _, config = exported.config(**{"verify.replay_samples": None})
+    everything, _ = replay_check(config, target, exported.manifest, exported.folder, draft)
+    assert everything["replayed_samples"] == 6 and everything["compared_within"] == "rounding"
+    assert result["replayed_rows"] < everything["replayed_rows"]
+    assert all(a >= b for a, b in zip(result["allowed_difference"], everything["allowed_difference"]))
+
+
+def test_standard_error_by_hand():
+    """Two samples of 10 rows, 5 and 7 hits: p = 0.6, off by -1 and +1, so √(2 · (1 + 1) / 1) / 20."""
+    counts = torch.tensor([[[10], [5], [5]], [[10], [7], [5]]])
+    assert Accuracy(counts).standard_error("hits") == pytest.approx([0.1])
+    assert Accuracy(counts).standard_error("prefix") == [0.0]
+    assert Accuracy(counts[:1]).standard_error("hits") == [1.0]
+
+
+@pytest.mark.parametrize("trained_steps", [1, 5])
+def test_the_steps_of_the_training_are_replayed_whatever_this_command_says(tmp_path, trained_steps):
+    run = tiny_run(tmp_path)
+    run.stage("standardize")
+    run.stage("train", **{"train.epochs": 1, "train.ttt_steps": trained_steps})
+    target, config = run.config(**{"export.engines": ["sglang"]})
+    export(config, target, run.manifest, run.folder, run.folder / "export")
+    result, problems = replay_check(config, target, run.manifest, run.folder, run.folder / "export" / "sglang")
+    assert problems == [] and len(result["replayed_accuracy"]) == max(3, trained_steps)
+    assert result["tau_row_replayed@3"] == pytest.approx(result["tau_row_trainer@3"], abs=1e-9)
+
+
+def test_verify_on_a_full_disk_is_one_message(exported, tmp_path):
+    target, config = exported.config(**{"verify.checks": ["replay"]})
+    with tiny_disk(tmp_path / "verify", "64k"):
+        fill(tmp_path / "verify")
+        with pytest.raises(PipelineError, match="disk is full"):
+            verify(config, target, exported.manifest, exported.folder, tmp_path / "verify")
+        assert [p.name for p in (tmp_path / "verify").iterdir()] == ["filler"]
 
 
 @pytest.mark.parametrize("what", ["weights", "embedding", "slots", "rope"])
@@ -177,9 +221,9 @@ def test_compare_with_the_engines_counters():
         correct=2,
         histogram=[0, 0, 1, 0],
     )
-    same = compare([request], [found])
-    assert same["counters_identical"] and same["tau_engine"] == same["tau_replayed"] == 3.0
-    other = compare([Served(**{**request.__dict__, "correct": 1, "histogram": [0, 1]})], [found])
+    same = compare([request], [found], 3)
+    assert same["counters_identical"] and same["tau_engine"] == same["tau_replayed"] == same["tau_walk@3"] == 3.0
+    other = compare([Served(**{**request.__dict__, "correct": 1, "histogram": [0, 1]})], [found], 3)
     assert (
         not other["counters_identical"] and other["tau_engine"] == 2.0 and other["requests_with_other_counters"] == [0]
     )

@@ -8,8 +8,16 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from pipeline import serve_check
+from pipeline.errors import PipelineError
 from pipeline.manifest import EngineExport, ExportRecord, Manifest, TargetRecord, bind_slots
-from pipeline.serving import DRAFT_ATTENTION_BACKENDS, sglang_command, vllm_command, write_serving
+from pipeline.serving import (
+    DRAFT_ATTENTION_BACKENDS,
+    draft_arguments,
+    sglang_command,
+    vllm_command,
+    write_serving,
+)
 from pipeline.target import Target
 from tests.tiny_run import tiny_config
 
@@ -133,7 +141,7 @@ def test_serving_yaml_names_every_wire(tmp_path):
     assert found["engines"]["vllm"]["ids"] == [2, 4, 6] and found["engines"]["vllm"]["layer_outputs"] == [1, 3, 5]
     assert found["engines"]["sglang"]["derived"]["rule_source"] == "here"
     assert parsed(shlex.split(found["engines"]["sglang"]["launch"])).speculative_draft_model_path == "./sglang"
-    assert "draft_attention_backend" not in found["engines"]["sglang"]
+    assert "draft-attention-backend" not in found["engines"]["sglang"]["launch"]
     assert set(found["packages"]) == {"sglang", "speculators", "transformers", "torch"}
 
 
@@ -187,13 +195,53 @@ def test_scripts_start_the_engines_from_anywhere(tmp_path):
         assert "set -euo pipefail" in (folder / f"launch_{name}.sh").read_text()
 
 
-@pytest.mark.parametrize(
-    "compute_cap, backend", [("9.0", "fa3"), ("10.0", "trtllm_mha"), ("12.0", "flashinfer"), ("8.9", "flashinfer")]
-)
+@pytest.mark.parametrize("changes", [{"export.topk": 4}, {"export.draft_tokens": 7}], ids=str)
+def test_drafts_that_sglang_would_change_or_not_start_with_are_refused(tmp_path, changes):
+    """A tree without a size, and a chain with another size than it has, which SGLang overrides with a warning."""
+    with pytest.raises(PipelineError, match="draft_tokens"):
+        setting(tmp_path, **changes)
+
+
+GPUS = [("9.0", "fa3"), ("10.0", "trtllm_mha"), ("12.0", "flashinfer"), ("8.9", "flashinfer")]
+
+
+@pytest.mark.parametrize("compute_cap, backend", GPUS)
+def test_the_serve_check_drafts_as_the_script_does(tmp_path, monkeypatch, compute_cap, backend):
+    capability = tuple(map(int, compute_cap.split(".")))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    config, target, manifest, _ = setting(tmp_path, mla=True, **{"target.quantization": "fp8"})
+    asked = {}
+    monkeypatch.setattr(serve_check, "resolve_device", lambda device: "cuda")
+    monkeypatch.setattr(serve_check, "tensor_parallel", lambda config, device: 1)
+    monkeypatch.setattr(serve_check, "heldout_prompts", lambda path, count: [[1]])
+
+    def serve(*args, draft_options, **options):
+        asked.update(draft_options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve_check, "serve", serve)
+    with pytest.raises(KeyboardInterrupt):
+        serve_check.serve_check(config, target, manifest, tmp_path, tmp_path)
+    assert asked == {"speculative_draft_model_quantization": "unquant", "speculative_draft_attention_backend": backend}
+    line = sglang_command(config, target, device="cuda", model="m", draft="d", backend=backend)
+    args = parsed(line)
+    assert {name: getattr(args, name) for name in asked} == asked
+
+
+def test_only_latent_attention_on_a_gpu_needs_a_draft_backend(tmp_path):
+    for mla, device in ((True, "cpu"), (False, "cuda"), (False, "cpu")):
+        assert draft_arguments(setting(tmp_path, mla=mla)[1], None, device) == {}
+
+
+@pytest.mark.parametrize("compute_cap, backend", GPUS)
 def test_mla_targets_get_a_draft_attention_backend_of_their_gpu(tmp_path, compute_cap, backend):
     """sglang 23490: the drafter cannot run on the latent-attention backend that it would inherit."""
     write_serving(tmp_path, *setting(tmp_path, mla=True), {}, device="cuda")
     words = words_started(tmp_path / "launch_sglang.sh", tmp_path, compute_cap=compute_cap)
     assert parsed(["python", *words]).speculative_draft_attention_backend == backend
-    found = yaml.safe_load((tmp_path / "serving.yaml").read_text())["engines"]["sglang"]["draft_attention_backend"]
-    assert found == DRAFT_ATTENTION_BACKENDS
+    launch = yaml.safe_load((tmp_path / "serving.yaml").read_text())["engines"]["sglang"]["launch"]
+    assert set(launch) == {"hopper", "blackwell", "other"}
+    for generation, line in launch.items():  # each is a whole line
+        found = parsed(shlex.split(line)).speculative_draft_attention_backend
+        assert found == DRAFT_ATTENTION_BACKENDS[generation]
+    assert any(parsed(shlex.split(line)).speculative_draft_attention_backend == backend for line in launch.values())

@@ -118,6 +118,16 @@ def test_the_record_changes_with_template_tokenizer_and_config(folder, copy):
     assert after.chat_template_sha256 != before.chat_template_sha256 and after.config_sha256 == before.config_sha256
 
 
+def test_a_target_with_another_norm_is_refused_when_it_is_opened(copy):
+    raw = json.loads((copy / "config.json").read_text())
+    del raw["rms_norm_eps"]
+    (copy / "config.json").write_text(json.dumps(raw | {
+        "model_type": "cohere", "architectures": ["CohereForCausalLM"], "layer_norm_eps": 1e-5}))
+    with pytest.raises(PipelineError, match="final norm is not an RMS norm") as e:
+        open_local(copy)
+    assert "rms_norm_eps" in e.value.field and e.value.fix
+
+
 def test_missing_folders_and_gpus_are_one_message(tmp_path):
     from pipeline.engine import resolve_device
 
