@@ -60,8 +60,8 @@ def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, fol
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    trainer = Trainer(config, target, manifest, run_dir, folder, resolve_device(config.device))
-    with _sigterm() as stop_asked, errors_said_once(trainer.accelerator, stop_asked):
+    with _sigterm() as stop_asked, errors_said_once(stop_asked):
+        trainer = Trainer(config, target, manifest, run_dir, folder, resolve_device(config.device))
         trainer.run(stop_asked)
     return trainer.result() if trainer.accelerator.is_main_process else None
 

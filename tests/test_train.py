@@ -374,6 +374,19 @@ Trainer._optimizer_step = fails
 
 
 @pytest.mark.slow
+def test_an_error_of_all_ranks_before_the_first_step_is_said_once(run, tmp_path):
+    before = """
+import pipeline.train
+def missing(*_):
+    raise PipelineError("no masks")
+pipeline.train.AlignedFiles = missing
+"""
+    process = launch(run, tmp_path, before=before)
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "Traceback" not in out and out.count("error:") == 1, out
+
+
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_and_exits_with_0(run, tmp_path):
     process = launch(run, tmp_path, **{"train.epochs": 500, "train.checkpoint_every": 2})
     while not any((run.folder / "train" / "checkpoints").glob("step-*")):
