@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.dump_checks import check_probes, compare_with_transformers
 from pipeline.engine import resolve_device
 from pipeline.errors import PipelineError
-from pipeline.files import save_safetensors, sha256_json, sha256_file, write_text
+from pipeline.files import save_safetensors, sha256_file, sha256_json, write_text
 from pipeline.manifest import DumpRecord, Fingerprint, Manifest, bind_slots
 from pipeline.samples import Sample, read_samples
 from pipeline.stage import StageResult
