@@ -16,10 +16,10 @@ from pipeline.manifest import Slot
 from pipeline.store import HiddenStore
 from pipeline.target import Target
 
-_PROBE_BOUND = {torch.float32: 1e-4}  # another batch composition sums in another order
-_PROBE_BOUND_16 = 2e-2
-_REFERENCE_BOUND = {torch.float32: 1e-3}
-_REFERENCE_BOUND_16 = 5e-2  # SmolLM2 in bf16
+# Largest error that is rounding. Measured on SmolLM2, SGLang against transformers on a CPU, worst layer: fp32 1.3e-6,
+# bf16 2.3e-2. The nearest neighbouring layer is 2.2e-1 away.
+_PROBE_BOUND, _REFERENCE_BOUND = {torch.float32: 1e-4}, {torch.float32: 1e-3}
+_BOUND_16 = 7e-2  # bf16 and fp16; two batch compositions may differ as much as two implementations
 _SMALL_BYTES = 2_000_000_000  # of weights: what transformers loads and computes within seconds
 _COMPARED_SAMPLES = 2
 
@@ -43,7 +43,7 @@ def check_probes(store: HiddenStore, probes: dict[str, torch.Tensor], states: Se
     for ref in store.samples:
         for name in states if f"{ref.id}/{states[0]}" in probes else []:
             rows, probe = store.rows(ref, name), probes[f"{ref.id}/{name}"]
-            bound = _PROBE_BOUND.get(rows.dtype, _PROBE_BOUND_16)
+            bound = _PROBE_BOUND.get(rows.dtype, _BOUND_16)
             if rows.shape != probe.shape or not (error := relative_error(rows, probe)) <= bound:
                 found = f"{list(rows.shape)} and {list(probe.shape)}" if rows.shape != probe.shape else f"{error:.1e}"
                 raise PipelineError(
@@ -70,7 +70,7 @@ def compare_with_transformers(slots: dict[str, Slot], target: Target, probes: di
         return
     layers = [slot.layer for slot in slots.values() if slot.layer is not None]
     expected = {i: reference.states(probes[f"{i}/input_ids"].tolist(), layers) for i in ids}
-    bound = _REFERENCE_BOUND.get(dtype, _REFERENCE_BOUND_16)
+    bound = _REFERENCE_BOUND.get(dtype, _BOUND_16)
     for name, slot in slots.items():
         error = max(relative_error(probes[f"{i}/{slot.tensor}"], expected[i][slot.tensor]) for i in ids)
         slot.equals_transformers = error <= bound

@@ -254,17 +254,21 @@ def test_answers_are_kept_per_way_to_answer(tmp_path, tiny, source, changed, sam
     assert len(set(sampled)) == 3
 
 
-def long_answers(requests, config, target):
-    for request in requests:
-        yield [(request, Response([100 + len(request.prompt_ids)] * 2000, "length"))]
+def long_answers(tokens: int):
+    """A target that answers every prompt with this many tokens of five bytes."""
+    def ask(requests, config, target):
+        for request in requests:
+            yield [(request, Response([100 + len(request.prompt_ids)] * tokens, "length"))]
+
+    return ask
 
 
 def test_a_full_disk_under_the_journal_is_one_clear_message_and_nothing_is_lost(tmp_path, tiny, source, monkeypatch):
     config, target = setup(tiny, source)
-    monkeypatch.setattr(respond, "_ask_transformers", long_answers)
+    monkeypatch.setattr(respond, "_ask_transformers", long_answers(1000))
     with small_disk(tmp_path / "disk", "256k") as disk:
         filler = disk / "filler"
-        filler.write_bytes(b"x" * (256 - 20) * 1024)  # room for some of the three answers of 10 kB
+        filler.write_bytes(b"x" * (256 - 12) * 1024)  # room for two of the three answers of 5 kB
         with pytest.raises(PipelineError, match=r"cannot write .*/responses/.*jsonl: the disk is full"):
             generate(config, target, disk / "prompts")
         filler.unlink()
@@ -277,7 +281,7 @@ def test_a_full_disk_under_the_journal_is_one_clear_message_and_nothing_is_lost(
 
 def test_a_full_disk_under_the_samples_is_one_clear_message(tmp_path, tiny, source, monkeypatch):
     config, target = setup(tiny, source)
-    monkeypatch.setattr(respond, "_ask_transformers", long_answers)
+    monkeypatch.setattr(respond, "_ask_transformers", long_answers(2000))
     with small_disk(tmp_path / "disk", "64k") as disk:  # three answers of 10 kB in the journal; samples are larger
         with pytest.raises(PipelineError, match="samples.jsonl: the disk is full"):
             generate(config, target, disk / "prompts")
