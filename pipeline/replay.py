@@ -192,18 +192,15 @@ class Accuracy:
         """1 + Σ_{j<steps} prefix_j / rows_j"""
         return 1.0 + sum(p / max(r, 1) for p, r in zip(self.prefix[:steps], self.rows))
 
-    def standard_error(self, what: str) -> list[float]:
-        """Of hits ("hits") or prefix ("prefix") per row and step, for samples drawn at random from many.
+    def standard_error(self, what: str, expected: Sequence[float]) -> list[float]:
+        """Of "hits" or "prefix" per row and step, if these samples were drawn at random from many with `expected` rates.
 
-        The ratio estimator's: rows of one sample are not independent, so whole samples are what varies
-        (Cochran 1977, "Sampling Techniques", section 2.11). 1, the whole range, for a single sample.
+        Rows of one sample are not independent, so whole samples are what varies: √Σ (hits - expected · rows)² / Σ rows,
+        the ratio estimator's (Cochran 1977, "Sampling Techniques", section 2.11) about a rate that is given.
         """
         rows, hits = self.counts[:, 0].double(), self.counts[:, ("rows", "hits", "prefix").index(what)].double()
-        n, total = len(rows), rows.sum(0)
-        if n < 2:
-            return [1.0] * rows.shape[1]
-        off = hits - rows * (hits.sum(0) / total.clamp(min=1))
-        return ((off.square().sum(0) * n / (n - 1)).sqrt() / total.clamp(min=1)).tolist()
+        off = hits - rows * torch.tensor(expected, dtype=torch.double)
+        return (off.square().sum(0).sqrt() / rows.sum(0).clamp(min=1)).tolist()
 
 
 def gated_rows(generated: Sequence[int], step: int) -> list[int]:

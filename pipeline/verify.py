@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,8 +96,9 @@ def replay_check(
     rounding = max(_ROUNDING[trained["precision"]], 2 / max(found.rows[-1], 1))  # on few rows one flip is much
     allowed, tau_allowed = [rounding] * steps, rounding * TAU_STEPS
     if count < heldout:
-        allowed = [rounding + 3 * e for e in found.standard_error("hits")]
-        tau_allowed += 3 * sum(found.standard_error("prefix")[:TAU_STEPS])
+        joint = list(itertools.accumulate(trained["heldout_conditional_accuracy"], operator.mul))
+        allowed = [rounding + 3 * e for e in found.standard_error("hits", theirs)]
+        tau_allowed += 3 * sum(found.standard_error("prefix", joint)[:TAU_STEPS])
     result = {
         "replayed_accuracy": found.per_step(),
         "trainer_accuracy": theirs,

@@ -56,11 +56,12 @@ def test_a_capped_replay_takes_the_same_samples_and_allows_for_the_choice(export
 
 
 def test_standard_error_by_hand():
-    """Two samples of 10 rows, 5 and 7 hits: p = 0.6, off by -1 and +1, so √(2 · (1 + 1) / 1) / 20."""
+    """Two samples of 10 rows, 5 and 7 hits where 0.5 per row were expected: off by 0 and 2, so √4 / 20."""
     counts = torch.tensor([[[10], [5], [5]], [[10], [7], [5]]])
-    assert Accuracy(counts).standard_error("hits") == pytest.approx([0.1])
-    assert Accuracy(counts).standard_error("prefix") == [0.0]
-    assert Accuracy(counts[:1]).standard_error("hits") == [1.0]
+    assert Accuracy(counts).standard_error("hits", [0.5]) == pytest.approx([0.1])
+    assert Accuracy(counts).standard_error("prefix", [0.5]) == [0.0]
+    nothing = Accuracy(torch.tensor([[[10], [0], [0]]] * 64))  # no hit in 64 samples where 0.3 per row were expected
+    assert 3 * nothing.standard_error("hits", [0.3])[0] < 0.3
 
 
 @pytest.mark.parametrize("trained_steps", [1, 5])
