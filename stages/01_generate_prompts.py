@@ -1,7 +1,7 @@
 """Stage 1: conversations from a source, answered by the target → token ids and loss mask.
 
 Reads:   `prompts.source` and the target's tokenizer (and weights, when the target answers).
-Writes:  runs/<name>/prompts/{samples,skipped,responses}.jsonl
+Writes:  runs/<name>/prompts/{samples,skipped}.jsonl, and the answers as they come in runs/<name>/responses/
 Launch:  make prompts                                     # embedded target and prompts, on a laptop
          make prompts RUN=llama ARGS="target=llama31_8b prompts=sglang prompts.source=ultrachat.jsonl"
 """
