@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.capture import CHECK, PROBE, Captured, CapturePlan, RequestTag, Span, capture_folder, digest_ids
+from pipeline.capture_plan import CHECK, PROBE, Captured, CapturePlan, RequestTag, Span, capture_folder, digest_ids
 from pipeline.errors import PipelineError
 from pipeline.files import clear_disk_errors, remove_leftovers, save_safetensors, write_json
 from pipeline.store import ShardBuilder, next_shard_path

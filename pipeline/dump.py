@@ -9,22 +9,21 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from pipeline.capture import PROBE, CapturePlan, capture_folder
+from pipeline.capture_plan import PROBE, CapturePlan, capture_folder
 from pipeline.capture_writer import take_over
 from pipeline.config import Config
 from pipeline.dump_checks import check_probes, compare_with_transformers
+from pipeline.dump_job import Job, Survey
 from pipeline.engine import resolve_device
 from pipeline.errors import PipelineError
 from pipeline.files import save_safetensors, sha256_file, sha256_json, write_text
 from pipeline.manifest import DumpRecord, Fingerprint, Manifest, bind_slots
-from pipeline.samples import Sample, read_samples
+from pipeline.samples import read_samples
 from pipeline.stage import StageResult
 from pipeline.store import HiddenStore, sample_ids, shard_paths
 from pipeline.target import Target
@@ -33,52 +32,6 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PROBE_TOKENS = 256  # a probe keeps N + 1 states per token: 870 KiB in Kimi-K2.5
 _MAX_QUARANTINED = 0.5
 GIB = 1 << 30
-
-
-@dataclass
-class Backend:
-    """What a backend (`dump_sglang`, `dump_transformers`) tells the stage about itself."""
-
-    engine: str
-    engine_version: str
-    model_class: str
-    requested_ids: list[int]
-    capture_points: list[int]
-
-
-@dataclass
-class Survey:
-    """The samples of stage 1, counted."""
-
-    tokens: dict[str, int] = field(default_factory=dict)
-    """sample id → tokens, in file order"""
-    too_long: dict[str, int] = field(default_factory=dict)
-    heldout: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Job:
-    """All a backend needs: it stores the samples of `todo()`, then the probes, and reports what it refused."""
-
-    config: Config
-    target: Target
-    plan: CapturePlan
-    todo_tokens: int
-    samples_file: Path
-    done: set[str]
-    skip: set[str]
-    probes: list[str]
-
-    def todo(self) -> Iterator[Sample]:
-        """Samples that lie in no shard yet, one by one: a million of them need not fit into memory."""
-        return (s for s in read_samples(self.samples_file) if s.id not in self.done and s.id not in self.skip)
-
-    def any_sample(self) -> Sample:
-        return next(s for s in read_samples(self.samples_file) if s.id not in self.skip)
-
-    def probe_samples(self) -> list[Sample]:
-        wanted = set(self.probes)
-        return [s for s in read_samples(self.samples_file) if s.id in wanted]
 
 
 def dump(config: Config, target: Target, manifest: Manifest, run_dir: Path, folder: Path, *, slot_layers: list[int],
@@ -142,7 +95,7 @@ def dump(config: Config, target: Target, manifest: Manifest, run_dir: Path, fold
 def plugin_sha256() -> str:
     """Hash of the files that decide what is captured."""
     here = Path(__file__).parent
-    return sha256_json([sha256_file(here / name) for name in ("capture.py", "capture_writer.py", "store.py")])
+    return sha256_json([sha256_file(here / name) for name in ("capture.py", "capture_plan.py", "capture_writer.py", "store.py")])
 
 
 def _survey(samples_file: Path, context_length: int) -> Survey:

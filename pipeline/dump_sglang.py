@@ -17,8 +17,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pipeline.capture import CHECK, PLAN_ENV, PROBE, SAMPLE, CapturePlan, RequestTag
-from pipeline.dump import Backend, Job
+from pipeline.capture_plan import CHECK, PLAN_ENV, PROBE, SAMPLE, CapturePlan, RequestTag
+from pipeline.dump_job import Backend, Job
 from pipeline.engine import engine, prepare_environment, resolve_device, tensor_parallel
 from pipeline.errors import PipelineError
 from pipeline.files import clear_disk_errors, write_json

@@ -7,9 +7,9 @@ from importlib.metadata import version
 import torch
 from tqdm import tqdm
 
-from pipeline.capture import PROBE, SAMPLE, Captured, RequestTag, Span
+from pipeline.capture_plan import PROBE, SAMPLE, Captured, RequestTag, Span
 from pipeline.capture_writer import CaptureWriter
-from pipeline.dump import Backend, Job
+from pipeline.dump_job import Backend, Job
 from pipeline.engine import resolve_device
 from pipeline.reference import Reference
 from pipeline.samples import Sample

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +41,8 @@ def stage_main(name: str, depends_on: Callable[[Config, Manifest | None], dict],
             _run(name, load_config(_plain(cfg)), depends_on, work, when_current)
         except PipelineError as e:
             e.fix = complete_commands(e.fix, str(cfg.run.name), HydraConfig.get().overrides.task)
+            if not ranks.is_main_process():
+                time.sleep(10)  # rank 0 says the same, and the launcher then ends this rank
             sys.exit(f"error: {e}")
         except KeyboardInterrupt:
             sys.exit("stopped; the same command goes on from here")

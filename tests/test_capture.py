@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.capture import (CHECK, PROBE, SAMPLE, Captured, CapturePlan, RequestTag, Span, _spans, every_layer,
-                              inner_model)
+from pipeline.capture import _spans, every_layer, inner_model
+from pipeline.capture_plan import CHECK, PROBE, SAMPLE, Captured, CapturePlan, RequestTag, Span
 from pipeline.capture_writer import CaptureWriter, take_over
 from pipeline.store import HiddenStore, shard_paths
 

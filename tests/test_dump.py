@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from test_capture import make_plan, small_disk
 from tiny_models import tiny_deepseek_v3, tiny_llama
 
-from pipeline.capture import CHECK, SAMPLE
+from pipeline.capture_plan import CHECK, SAMPLE
 from pipeline.dump import dump
 from pipeline.dump_sglang import _Client
 from pipeline.errors import PipelineError
