@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.config import Config
 from pipeline.errors import PipelineError
+from pipeline.target import Target
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,18 @@ class DrafterConfig:
             raise PipelineError(
                 f"{name} {rule}", field=f"drafter.{name}", value=getattr(self, name), fix=f"set drafter.{name}"
             )
+
+
+def drafter_config(config: Config, target: Target, *, num_fc_inputs: int, draft_vocab_size: int) -> DrafterConfig:
+    """The drafter's shape: sizes from the configuration; width, vocabulary and RoPE from the target."""
+    text, shape = target.text, config.drafter
+    rope = dict(getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": text.rope_theta})
+    if "rope_theta" not in rope:  # one entry per kind of layer (Gemma 3): the drafter's layer has full attention
+        rope = dict(rope["full_attention"])
+    return DrafterConfig(
+        hidden_size=target.hidden_size, intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_attention_heads, num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim, vocab_size=target.vocab_size, draft_vocab_size=draft_vocab_size,
+        max_position_embeddings=shape.max_position_embeddings or text.max_position_embeddings, rope_parameters=rope,
+        rms_norm_eps=text.rms_norm_eps, num_fc_inputs=num_fc_inputs, fc_norm=shape.fc_norm,
+        norm_before_fc=shape.norm_before_fc, norm_output=shape.norm_output)

@@ -23,6 +23,7 @@ from pipeline.engine import engine, prepare_environment, resolve_device, tensor_
 from pipeline.errors import PipelineError
 from pipeline.files import clear_disk_errors, write_json
 from pipeline.layer_ids import EngineIds, derive_sglang_ids
+from pipeline.rope_check import check_rope_of_target
 from pipeline.samples import Sample
 
 _IN_FLIGHT = 2  # times max_running_requests: while one batch runs the next one waits in the engine
@@ -41,6 +42,7 @@ def run(job: Job) -> Backend:
     device = resolve_device(config.device)
     prepare_environment(device, threads=config.threads)
     ids = derive_sglang_ids(target.config, plan.layers)
+    check_rope_of_target(config, target)  # before anything is dumped for a drafter that cannot be served
     plan_file = plan.control / "plan.json"
     write_json(plan_file, vars(plan))
     options = dict(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.drafter import DrafterConfig
+from pipeline.drafter_config import DrafterConfig
 from pipeline.drafter_files import ARCHITECTURE
 from pipeline.engine import resolve_device
 from pipeline.errors import PipelineError

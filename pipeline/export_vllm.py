@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.drafter import DrafterConfig
+from pipeline.drafter_config import DrafterConfig
 from pipeline.drafter_files import MIDLAYER
 from pipeline.files import clear_disk_errors, make_dir, read_json, write_json
 from pipeline.layer_ids import EngineIds

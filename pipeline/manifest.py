@@ -209,7 +209,7 @@ def load_manifest(run_dir: Path) -> Manifest | None:
     fix = "restore the file from a backup, or start a new run: make run RUN=<new name>"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
         raise PipelineError(f"the manifest is not readable JSON: {e}", field=str(path), fix=fix) from e

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config import Config
-from pipeline.drafter_config import DrafterConfig
+from pipeline.drafter_config import DrafterConfig, drafter_config
 from pipeline.errors import PipelineError
 from pipeline.rope import Rope
 from pipeline.target import Target
@@ -27,8 +27,6 @@ def check_rope_of_target(config: Config, target: Target) -> None:
     Raises:
         PipelineError: SGLang would rotate it otherwise than the trainer, or cannot.
     """
-    from pipeline.train import drafter_config
-
     check_rope(drafter_config(config, target, num_fc_inputs=2, draft_vocab_size=target.vocab_size))
 
 

@@ -156,12 +156,11 @@ def _aside(run_dir: Path, name: str) -> Path:
 
 def check_target(manifest: Manifest, target: TargetRecord, run_dir: Path, stage: str) -> None:
     """Refuse a manifest that was made with another target, tokenizer or chat template."""
-    for key, asked in target.model_dump().items():
-        found = getattr(manifest.target, key)
-        if found != asked and not (key == "path" and manifest.target.config_sha256 == target.config_sha256):
+    for key, asked in target.model_dump(exclude={"path"}).items():  # the same target may lie in another folder now
+        if (found := getattr(manifest.target, key)) != asked:
             raise PipelineError(
-                f"{run_dir / 'manifest.json'} belongs to another target: {key} is {found!r} there, {asked!r} is configured",
-                field=f"target.{key}", value=asked,
+                f"{run_dir / 'manifest.json'} belongs to another target ({manifest.target.path}): {key} is {found!r} there, "
+                f"{asked!r} is configured ({target.path})", field=f"target.{key}", value=asked,
                 fix=f"make {stage} ARGS=\"target=<the one of this run>\", or start a new run: make run RUN=<new name>")
 
 

@@ -79,8 +79,9 @@ def _accept(m: Manifest) -> str:
         if (tau := s.metrics.get("heldout_tau_row@3")) is not None:
             lines.append(f"  τ_row@3  held-out, teacher-forced       {tau:.3f}   (1.0: learned nothing)")
     if (s := m.stages.get("verify")) is not None:
-        for key, text in (("tau_engine", "τ_walk@3 counted by the engine          "),
-                          ("tau_replayed", "τ_walk@3 replayed over the same tokens  ")):
+        for key, text in (("tau_engine", "τ counted by the engine                 "),
+                          ("tau_replayed", "τ replayed over the engine's own tokens "),
+                          ("tau_walk@3", "τ_walk@3 (clipped at the end of a turn) ")):
             if isinstance(tau := s.metrics.get(key), float):
                 lines.append(f"  {text}{tau:.3f}")
         if "text_identical" in s.metrics:

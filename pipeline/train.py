@@ -30,7 +30,7 @@ from pipeline.batches import AlignedFiles, MicroBatch, Prefetcher, TrainingData,
 from pipeline.checkpoint import latest_checkpoint, load_checkpoint, load_weights, prune_checkpoints, save_checkpoint
 from pipeline.config import Config
 from pipeline.drafter import Drafter, FrozenTarget
-from pipeline.drafter_config import DrafterConfig
+from pipeline.drafter_config import drafter_config
 from pipeline.errors import PipelineError
 from pipeline.files import clear_disk_errors, make_dir, read_json, save_safetensors, write_json, write_text
 from pipeline.manifest import Manifest
@@ -64,21 +64,6 @@ def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, fol
         trainer = Trainer(config, target, manifest, run_dir, folder, resolve_device(config.device))
         trainer.run(stop_asked)
     return trainer.result() if trainer.accelerator.is_main_process else None
-
-
-def drafter_config(config: Config, target: Target, *, num_fc_inputs: int, draft_vocab_size: int) -> DrafterConfig:
-    """The drafter's shape: sizes from the configuration; width, vocabulary and RoPE from the target."""
-    text, shape = target.text, config.drafter
-    rope = dict(getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": text.rope_theta})
-    if "rope_theta" not in rope:  # one entry per kind of layer (Gemma 3): the drafter's layer has full attention
-        rope = dict(rope["full_attention"])
-    return DrafterConfig(
-        hidden_size=target.hidden_size, intermediate_size=shape.intermediate_size,
-        num_attention_heads=shape.num_attention_heads, num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim, vocab_size=target.vocab_size, draft_vocab_size=draft_vocab_size,
-        max_position_embeddings=shape.max_position_embeddings or text.max_position_embeddings, rope_parameters=rope,
-        rms_norm_eps=text.rms_norm_eps, num_fc_inputs=num_fc_inputs, fc_norm=shape.fc_norm,
-        norm_before_fc=shape.norm_before_fc, norm_output=shape.norm_output)
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:

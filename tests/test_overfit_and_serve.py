@@ -33,7 +33,7 @@ from pipeline.serve_check import KNOWN_CAUSES, Served, compare, redump, replay_s
 from pipeline.serving import write_serving
 from pipeline.store import FINAL_HIDDEN, layer_output
 from pipeline.target import Target, load_embedding, load_output_head, open_target
-from pipeline.train import drafter_config
+from pipeline.drafter_config import drafter_config
 from tests.tiny_models import tiny_llama
 from tests.tiny_run import tiny_config
 
