@@ -29,6 +29,8 @@ STAGE_ARGS = run.root=$(ROOT) run.name=$(RUN) gpus=$(GPUS) $(ARGS)
 # train: accelerate launch, one process per GPU
 TRAIN := $(PY) $(if $(filter-out 1,$(GPUS)),-m pipeline.launch $(GPUS))
 
+# Stages of a run follow one another, whatever -j says.
+.NOTPARALLEL:
 .PHONY: help install run prompts dump standardize train export verify summary view show-config validate test
 
 help: ## this list

@@ -72,14 +72,12 @@ class Capture:
     def _started_writer(self, model: Any) -> Any:
         if self._writer is None:
             from pipeline.capture_writer import CaptureWriter
-            from pipeline.layer_stubs import read_capture_points
 
             self._writer = CaptureWriter(self.plan)
             try:
-                points = list(read_capture_points(model))
-                self._writer.report({"model_class": type(model).__name__, "capture_points": points})
-            except ValueError as e:
-                self._writer.report({"model_class": type(model).__name__, "capture_points": [], "problem": str(e)})
+                self._writer.report(_wiring(model))
+            except Exception as e:
+                self._writer.fail(e)
             self._writer.start()
         return self._writer
 
@@ -102,6 +100,16 @@ class Capture:
             captured = Captured(spans, copy(input_ids), {n: copy(s) for n, s in states.items()}, ready=lambda: None)
             captured.ready = self._stream.record_event().synchronize
         return captured
+
+
+def _wiring(model: Any) -> dict:
+    """What the live model captures, for comparison with what was derived."""
+    from pipeline.layer_stubs import read_capture_points
+
+    try:
+        return {"model_class": type(model).__name__, "capture_points": list(read_capture_points(model))}
+    except ValueError as e:
+        return {"model_class": type(model).__name__, "capture_points": [], "problem": str(e)}
 
 
 def _spans(forward_batch: Any, attempt: str) -> list[Span]:

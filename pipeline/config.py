@@ -174,7 +174,7 @@ class ExportConfig(Section):
 
 
 class VerifyConfig(Section):
-    checks: list[Literal["replay", "serve"]]
+    checks: list[Literal["replay", "serve"]] = Field(min_length=1)
     replay_samples: int | None = Field(gt=0)
     """held-out samples replayed; null: all. Of fewer than all, accuracies are compared within their sampling error"""
     serve_prompts: int = Field(gt=0)

@@ -24,7 +24,7 @@ from pipeline.errors import PipelineError
 from pipeline.files import save_safetensors, sha256_file, sha256_json, write_text
 from pipeline.manifest import DumpRecord, Fingerprint, Manifest, bind_slots
 from pipeline.samples import read_samples
-from pipeline.stage import StageResult
+from pipeline.stage import StageResult, put_aside
 from pipeline.store import HiddenStore, sample_ids, shard_paths
 from pipeline.target import Target
 
@@ -139,6 +139,8 @@ def _check_room(config: Config, target: Target, survey: Survey, done: set[str], 
     per_sample = sum(survey.tokens.values()) / len(survey.tokens) * per_token
     fit = max(0, int(room / per_sample))
     fix = f"free {(needed - free) / GIB:.2f} GiB, put the runs on another disk (ARGS=\"run.root=…\")"
+    if aside := put_aside(folder.parent, folder.name):
+        fix += f", or give up what {', '.join(map(str, aside))} still holds (force=true deletes it)"
     if fit:
         fix += f', or use fewer samples, about {fit}: make prompts ARGS="prompts.limit={fit}", then make dump'
     raise PipelineError(f"the disk has no room for the hidden states: {needed / GIB:.2f} GiB are needed, "

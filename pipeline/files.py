@@ -28,6 +28,8 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
     """Turn the OSErrors that a user can mend (full, read-only, forbidden) into a `PipelineError` naming `path`."""
     try:
         yield
+    except PipelineError:
+        raise
     except OSError as e:
         if e.errno not in _DISK_ERRORS:
             raise

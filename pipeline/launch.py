@@ -18,6 +18,8 @@ import sys
 def main(arguments: list[str]) -> int | str:
     """Run `arguments` = [processes, script, its arguments …]; returns what to exit with."""
     processes, *script = arguments
+    if not processes.isdigit() or int(processes) < 1:
+        return f"error: GPUS={processes}: a positive number is needed"
     if int(processes) == 1:
         os.execv(sys.executable, [sys.executable, *script])
     import psutil

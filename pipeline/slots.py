@@ -14,8 +14,10 @@ def layers_to_dump(config: Config, manifest: Manifest | None) -> tuple[list[int]
     Without `slots.layers` the run keeps the layers it has; a new run takes the target's default. A dump that already
     holds all that is wanted is not narrowed: its slots can be re-bound by `make standardize`.
     """
-    asked = (config.slots.layers or (manifest and manifest.fc_layers()) or config.target.slots_layers
-             or default_layers(config.target.num_layers))
+    asked = config.slots.layers
+    if asked is None:
+        asked = ((manifest and manifest.fc_layers()) or config.target.slots_layers
+                 or default_layers(config.target.num_layers))
     slots = list(check_layers(asked, config.target.num_layers))
     wanted = sorted({*slots, *(config.dump.layers or [])})
     check_layers(wanted, config.target.num_layers)
@@ -30,7 +32,8 @@ def layers_to_bind(config: Config, manifest: Manifest) -> list[int]:
     Raises:
         PipelineError: a layer that was not dumped.
     """
-    asked = list(check_layers(config.slots.layers or manifest.fc_layers(), config.target.num_layers))
+    asked = manifest.fc_layers() if config.slots.layers is None else config.slots.layers
+    asked = list(check_layers(asked, config.target.num_layers))
     dumped = manifest.dump.layers if manifest.dump else []
     if missing := [layer for layer in asked if layer not in dumped]:
         raise _mismatch(asked, manifest, f"layer output {missing[0]} was not dumped (dumped: {dumped})", "dump")
@@ -41,15 +44,17 @@ def rebound(manifest: Manifest, layers: list[int]) -> dict[str, Slot]:
     """Slots for other dumped layers; what is known of a dumped tensor, and how the teacher was dumped, stays."""
     slots = bind_slots(layers, manifest.target.hidden_size)
     known = {slot.tensor: slot.equals_transformers for slot in manifest.slots.values()}
+    # A layer that was not compared is no better than one of the same dump that was found to differ.
+    unknown = False if False in (slot.equals_transformers for slot in manifest.fc_slots()) else None
     for slot in slots.values():
-        slot.equals_transformers = known.get(slot.tensor)
+        slot.equals_transformers = known.get(slot.tensor, unknown)
     return slots | {"teacher": manifest.slots["teacher"]}
 
 
-def check_bound(config: Config, manifest: Manifest) -> None:
+def check_bound(config: Config, manifest: Manifest | None) -> None:
     """Refuse `slots.layers` that differ from what the run's slots hold (train, export, verify)."""
     asked = config.slots.layers
-    if asked is not None and asked != manifest.fc_layers():
+    if manifest is not None and manifest.slots and asked is not None and asked != manifest.fc_layers():
         dumped = manifest.dump.layers if manifest.dump else []
         stage = "standardize" if set(asked) <= set(dumped) else "dump"
         raise _mismatch(asked, manifest, "the run's slots are bound to other layers", stage)

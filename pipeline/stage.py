@@ -96,7 +96,7 @@ def run_stage(name: StageName, run_dir: Path, *, target: TargetRecord, config: d
             finished_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         )
         save_manifest(run_dir, manifest)
-        _remove(_aside(run_dir, name))
+        _remove_asides(run_dir, name)
         return manifest
 
 
@@ -104,23 +104,22 @@ def _stage_folder(run_dir: Path, name: str, record: StageRecord | None, *, plan:
                   full_check: bool) -> Path:
     """The stage's folder, holding nothing but what an interrupted run of the same plan left.
 
-    Finished work of another plan is put aside until the stage has finished anew, so that a command that is refused (no
-    room, an engine that does not start) or a slip of the keyboard costs nothing; `force` deletes it at once.
+    Work of another plan is put aside until the stage has finished, under the plan's own name: a command that is refused
+    (no room, an engine that does not start) or a slip of the keyboard costs nothing, and typing the old command brings
+    it back. `force` deletes it at once.
     """
-    folder, aside = run_dir / name, _aside(run_dir, name)
+    folder = run_dir / name
     with clear_disk_errors(folder):
-        if force and record:  # without a record this is the same `force=true` command going on
-            _clear(folder)
-        elif record and folder.exists() and _plan_of(folder) != plan:
-            _remove(aside)
-            os.replace(folder, aside)
-            print(f"{name}: what {folder} holds was made with other settings or inputs; it is kept in {aside} until the "
-                  "stage has finished anew", flush=True)
-        elif _plan_of(folder) != plan:
-            _clear(folder)
-            if _plan_of(aside) == plan:  # back to the settings before
-                _remove(folder)
-                os.replace(aside, folder)
+        if force:
+            _remove_asides(run_dir, name)
+        if _plan_of(folder) != plan or (force and record):  # without a record: the same forced command going on
+            if force:
+                _clear(folder)
+            else:
+                _put_aside(folder, name)
+        place, back = folder.resolve(), _aside(folder, plan)
+        if back.exists() and not (place.exists() and any(place.iterdir())):  # the settings of before
+            os.replace(back, place)  # over an empty folder, if any
         make_dir(folder)
         remove_leftovers(folder)
         for output in record.outputs if record else []:  # resuming must not take a damaged file for a finished one
@@ -131,27 +130,45 @@ def _stage_folder(run_dir: Path, name: str, record: StageRecord | None, *, plan:
     return folder
 
 
+def _put_aside(folder: Path, name: str) -> None:
+    if not folder.exists() or all(p.name == ".plan" for p in folder.iterdir()):
+        return _clear(folder)
+    aside = _aside(folder, _plan_of(folder) or "unknown")
+    if aside.exists():
+        shutil.rmtree(aside)
+    # A link to another disk stays where it is; what it points to is put aside over there.
+    place = folder.resolve()
+    os.replace(place, aside)
+    if folder.is_symlink():
+        make_dir(place)
+    print(f"{name}: what {folder} holds was made with other settings or inputs; it is kept in {aside} until the stage "
+          "has finished", flush=True)
+
+
+def _aside(folder: Path, plan: str) -> Path:
+    place = folder.resolve()
+    return place.with_name(f".replaced-{folder.name}-{plan[:12]}")
+
+
+def put_aside(run_dir: Path, name: str) -> list[Path]:
+    """Folders in which work of other settings waits until the stage has finished; they take disk space."""
+    return sorted((run_dir / name).resolve().parent.glob(f".replaced-{name}-*"))
+
+
+def _remove_asides(run_dir: Path, name: str) -> None:
+    for folder in put_aside(run_dir, name):
+        shutil.rmtree(folder)
+
+
 def _clear(folder: Path) -> None:
     """Remove what is in a folder, but not the folder: it can be a link to another disk."""
     for path in folder.iterdir() if folder.exists() else []:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _remove(folder: Path) -> None:
-    _clear(folder)
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        folder.rmdir()
-
-
 def _plan_of(folder: Path) -> str | None:
     marker = folder / ".plan"
     return marker.read_text() if marker.is_file() else None
-
-
-def _aside(run_dir: Path, name: str) -> Path:
-    return run_dir / f".replaced-{name}"
 
 
 def check_target(manifest: Manifest, target: TargetRecord, run_dir: Path, stage: str) -> None:
@@ -166,7 +183,7 @@ def check_target(manifest: Manifest, target: TargetRecord, run_dir: Path, stage:
 
 def _checked_input(manifest: Manifest, run_dir: Path, upstream: str, stage: str, full: bool) -> str:
     record = manifest.stages.get(upstream)
-    fix = f"make {upstream} RUN={run_dir.name}"
+    fix = f"make {upstream} RUN={run_dir.name}" + (' ARGS="check_inputs=full"' if full else "")
     if record is None:
         raise PipelineError(f"stage {stage} needs stage {upstream}, which has not finished in {run_dir}",
                             field=f"{run_dir / 'manifest.json'}: stages.{upstream}", value="absent", fix=fix)

@@ -26,9 +26,9 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.errors import PipelineError
 from pipeline.files import save_safetensors, sha256_json, write_json
-from pipeline.manifest import Manifest, Slot, bind_slots
+from pipeline.manifest import Manifest, Slot
 from pipeline.samples import read_samples
-from pipeline.slots import layers_to_bind
+from pipeline.slots import layers_to_bind, rebound
 from pipeline.stage import StageResult
 from pipeline.store import HiddenStore, SampleRef, shard_number
 from pipeline.target import OutputHead, Target, load_output_head
@@ -47,7 +47,7 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
     """
     from tqdm import tqdm
 
-    slots = bound_slots(config, target, manifest)
+    slots = bound_slots(config, manifest)
     store = HiddenStore(dump_shards(manifest, run_dir))
     samples = _read(run_dir / "prompts" / "samples.jsonl")
     quarantined = _quarantined(run_dir / "dump" / "quarantine.jsonl")
@@ -78,7 +78,7 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
         if not split[part]:
             raise PipelineError(f"no sample is left for {part}", field="prompts.heldout_fraction",
                                 value=config.prompts.heldout_fraction,
-                                fix=f'make prompts ARGS="prompts.heldout_fraction=0.1" RUN={run_dir.name}, with '
+                                fix='make prompts ARGS="prompts.heldout_fraction=0.3", with '
                                     "at least two conversations whose answers have two or more tokens")
     vocab = build_vocab(counts.trained["train"], counts.corpus["train"], config.drafter.draft_vocab_size,
                         always=[t for t in target.eos_token_ids if t < target.vocab_size])
@@ -103,17 +103,13 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
         })
 
 
-def bound_slots(config: Config, target: Target, manifest: Manifest) -> dict[str, Slot]:
+def bound_slots(config: Config, manifest: Manifest) -> dict[str, Slot]:
     """The slots this run trains on: `slots.layers` where it is given, else what the manifest says.
 
     Raises:
         PipelineError: a wanted layer is not in the dump; the message names the slot, both layers and the command.
     """
-    slots = bind_slots(layers_to_bind(config, manifest), target.hidden_size)
-    slots["teacher"] = manifest.slots["teacher"]  # how the final hidden was dumped is a fact, not a choice
-    compared = {slot.tensor: slot.equals_transformers for slot in manifest.slots.values()}
-    return {name: slot.model_copy(update={"equals_transformers": compared.get(slot.tensor)})
-            for name, slot in slots.items()}
+    return rebound(manifest, layers_to_bind(config, manifest))
 
 
 def dump_shards(manifest: Manifest, run_dir: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.errors import PipelineError
 from pipeline.manifest import STAGES, Manifest, load_manifest
+from pipeline.target import EMBEDDED
 
 
 def summary(run_dir: Path) -> str:
@@ -91,18 +92,29 @@ def _accept(m: Manifest) -> str:
 
 
 def _next(m: Manifest, run_dir: Path) -> str:
+    root = "" if run_dir.parent == Path("runs") else f" ROOT={run_dir.parent}"
+    target = _target_override(m)
     todo = next((s for s in STAGES if s not in m.stages), None)
     if todo is not None:
-        return f"Next: make {todo} RUN={m.run}"
+        return f"Next: make {todo} RUN={m.run}{root}" + (f' ARGS="{target} …"' if target else "")
     export = run_dir / "export"
     lines = [f"Serving config  {export / 'serving.yaml'}", f"Manifest        {run_dir / 'manifest.json'}", "Type next",
-             f"  {export / 'launch_sglang.sh'}", f"  make view RUN={m.run}   # samples with the trained tokens marked"]
+             *(f"  {script}" for script in sorted(export.glob("launch_*.sh"))),
+             f"  make view RUN={m.run}{root}   # samples with the trained tokens marked"]
     others = [layer + 1 for layer in m.fc_layers()]
     if others[-1] < m.target.num_layers - 1:
-        wish = str(others).replace(" ", "")
-        lines.append(f'  make run RUN={m.run}-b ARGS="slots.layers={wish}"   # the same with other layers')
+        wish = f"{target} slots.layers={others}".replace(", ", ",").strip()
+        lines.append(f'  make run RUN={m.run}-b{root} ARGS="{wish}"   # the same with other layers')
     lines.append('  make run RUN=mine ARGS="target=local target.path=/models/my-model prompts.source=my.jsonl"')
     return "\n".join(lines)
+
+
+def _target_override(m: Manifest) -> str:
+    """How the run's target is chosen on the command line; empty for the default one."""
+    if m.target.path == EMBEDDED:
+        return ""
+    exported = m.stages["export"].config["target"] if "export" in m.stages else {}
+    return f"target={exported.get('name', 'local')} target.path={m.target.path}"
 
 
 def main(argv: list[str]) -> None:

@@ -13,6 +13,7 @@ from pipeline.slots import check_bound
 
 
 def depends_on(config, manifest):
+    check_bound(config, manifest)
     train = without(section(config, "train")["train"], "checkpoint_every", "keep_checkpoints", "log_every")
     return {"layers": manifest and manifest.fc_layers(), "gpus": config.gpus, "train": train, **section(config, "drafter")}
 
@@ -20,7 +21,6 @@ def depends_on(config, manifest):
 def work(config, target, manifest, run_dir, folder):
     from pipeline.train import train
 
-    check_bound(config, manifest)
     return train(config, target, manifest, run_dir, folder)
 
 

@@ -13,6 +13,7 @@ from pipeline.slots import check_bound, check_trained
 
 
 def depends_on(config, manifest):
+    check_bound(config, manifest)
     return {"layers": manifest and manifest.fc_layers(), "gpus": config.gpus, **engine_facts(config),
             "mem_fraction_static": config.dump.mem_fraction_static, **section(config, "export", "target")}
 
@@ -20,7 +21,6 @@ def depends_on(config, manifest):
 def work(config, target, manifest, run_dir, folder):
     from pipeline.export import export
 
-    check_bound(config, manifest)
     check_trained(manifest)
     return export(config, target, manifest, run_dir, folder)
 

@@ -13,13 +13,13 @@ from pipeline.slots import check_bound, check_trained
 
 
 def depends_on(config, manifest):
-    return {**engine_facts(config), **section(config, "verify")}
+    check_bound(config, manifest)
+    return {"layers": manifest and manifest.fc_layers(), **engine_facts(config), **section(config, "verify")}
 
 
 def work(config, target, manifest, run_dir, folder):
     from pipeline.verify import verify
 
-    check_bound(config, manifest)
     check_trained(manifest)
     return verify(config, target, manifest, run_dir, folder)
 

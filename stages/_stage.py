@@ -59,22 +59,28 @@ def _plain(cfg: DictConfig) -> dict:
 
 
 def complete_commands(fix: str | None, run: str, overrides: list[str]) -> str | None:
-    """Make the commands in a mend work as typed: with RUN= and ROOT= of another run, and the target that was chosen."""
+    """Make the commands in a mend work as typed: with the RUN=, ROOT=, GPUS= and ARGS of the command that was refused."""
     if fix is None:
         return None
-    kept = [o for o in overrides if o.startswith(("target=", "target.path="))]
-    root = next((f" ROOT={o.split('=', 1)[1]}" for o in overrides if o.startswith("run.root=") and o != "run.root=runs"), "")
+    given = dict(o.split("=", 1) for o in overrides if "=" in o)
+    variables = {"RUN": run if run != "demo" else None, "ROOT": given.get("run.root"), "GPUS": given.get("gpus")}
+    usual = {"ROOT": "runs", "GPUS": "1"}
+    kept = [o for o in overrides if not o.startswith(("run.", "gpus=", "force=", "hydra."))]
 
     def complete(match: re.Match) -> str:
-        command, arguments = match["command"], match["arguments"] or ""
-        missing = [o for o in kept if o.split("=")[0] + "=" not in arguments]
-        if missing:
-            arguments = (arguments[:-1] + " " if arguments else ' ARGS="') + " ".join(missing) + '"'
-        named = match["run"] or (f" RUN={run}" if run != "demo" else "")
-        return command + named + root + arguments
+        named, arguments = match["variables"], match["arguments"] or ""
+        words = [match["command"] + named]
+        words += [f"{k}={v}" for k, v in variables.items() if v not in (None, usual.get(k)) and f" {k}=" not in named]
+        if "target=<" not in arguments:  # a target for the user to fill in
+            missing = [o for o in kept if o.split("=")[0] + "=" not in arguments]
+            missing = [f"'{o}'" if " " in o else o for o in missing]
+            if missing:
+                arguments = (arguments[:-1] + " " if arguments else ' ARGS="') + " ".join(missing) + '"'
+        return " ".join(words) + arguments
 
     stages = "prompts|dump|standardize|train|export|verify"
-    return re.sub(rf'(?P<command>\bmake (?:{stages})\b)(?P<run> RUN=\S+)?(?P<arguments> ARGS="[^"]*")?', complete, fix)
+    return re.sub(rf'(?P<command>\bmake (?:{stages})\b)(?P<variables>(?: [A-Z]+=(?!")\S+)*)(?P<arguments> ARGS="[^"]*")?',
+                  complete, fix)
 
 
 def _run(name: str, config: Config, depends_on: Callable, work: Callable, when_current: Callable | None) -> None:
@@ -88,6 +94,8 @@ def _run(name: str, config: Config, depends_on: Callable, work: Callable, when_c
     from pipeline.target import open_target
 
     logging.disable_progress_bar()  # the stages have their own
+    if device == "cuda":
+        check_gpus(config.gpus)
     target, config = open_target(config)
     run_dir = Path(config.run.root) / config.run.name
     if not ranks.is_main_process():
@@ -100,6 +108,14 @@ def _run(name: str, config: Config, depends_on: Callable, work: Callable, when_c
               work=lambda manifest, folder: work(config, target, manifest, run_dir, folder),
               when_current=when_current and (lambda manifest: when_current(config, manifest)))
     ranks.dismiss(device)
+
+
+def check_gpus(asked: int) -> None:
+    import torch
+
+    if asked > (found := torch.cuda.device_count()):
+        raise PipelineError(f"{asked} GPUs were asked for, {found} were found", field="gpus", value=asked,
+                            fix=f"GPUS={found}, or look at CUDA_VISIBLE_DEVICES")
 
 
 def engine_facts(config: Config) -> dict:

@@ -123,7 +123,7 @@ def test_two_runs_of_stages_3_to_5_give_byte_identical_exports(root, tmp_path):
 def test_layers_that_were_not_dumped(copy):
     message = refused("standardize", copy, "slots.layers=[3,14,26]")
     assert "slot fc.0 holds layer output 1, you asked for 3" in message
-    assert f'make dump RUN=e2e ROOT={copy} ARGS="slots.layers=[3,14,26]"' in message
+    assert f'make dump RUN=e2e ROOT={copy} ARGS="slots.layers=[3,14,26] ' in message  # and the rest of what was typed
     assert "slot fc.0 holds layer output 1, you asked for 3" in refused("train", copy, "slots.layers=[3,14,26]")
 
 

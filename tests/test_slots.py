@@ -65,7 +65,7 @@ def test_training_on_other_layers_than_bound_is_refused_with_the_command_that_bi
     assert "make dump" in e.value.fix
 
 
-@pytest.mark.parametrize("layers", ["[5,5,9]", "[9,5]", "[-1,2,30]", "[3]", "[2,30,61]", "[2,30,60]"])
+@pytest.mark.parametrize("layers", ["[5,5,9]", "[9,5]", "[-1,2,30]", "[3]", "[2,30,61]", "[2,30,60]", "[]"])
 def test_impossible_layers_are_refused_before_anything_starts(layers):
     with pytest.raises(PipelineError) as e:
         layers_to_dump(config("target=kimi_k25", f"slots.layers={layers}"), None)
@@ -79,6 +79,8 @@ def test_rebinding_keeps_what_is_known_of_the_dumped_tensors():
     slots = rebound(held, [2, 14, 58])
     assert [slots[f"fc.{i}"].layer for i in range(3)] == [2, 14, 58]
     assert [slots[f"fc.{i}"].equals_transformers for i in range(3)] == [True, None, True]
+    held.slots["fc.2"].equals_transformers = False  # then an uncompared layer of the same dump is not trusted either
+    assert rebound(held, [2, 14, 58])["fc.1"].equals_transformers is False
     assert slots["fc.1"].columns == (8, 16) and slots["teacher"] == held.slots["teacher"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import PipelineError
 from pipeline.manifest import load_manifest
-from pipeline.stage import StageResult, run_stage
+from pipeline.stage import StageResult, put_aside, run_stage
 from tests.test_manifest import target
 
 
@@ -167,14 +167,29 @@ def test_a_damaged_output_is_not_resumed_from(tmp_path, full):
     assert again.calls == 1 and again.found == []
 
 
-def test_finished_work_is_kept_until_the_stage_has_finished_with_other_settings(tmp_path):
+@pytest.mark.parametrize("finished", [True, False])
+def test_work_is_kept_until_the_stage_has_finished_with_other_settings(tmp_path, finished):
+    if finished:
+        run(tmp_path)
+    else:  # days of an unfinished stage are worth as much
+        with pytest.raises(RuntimeError):
+            run(tmp_path, work=Work("prompts", fail_after=True))
+    for other in (2, 3):
+        with pytest.raises(RuntimeError):
+            run(tmp_path, work=Work("prompts", content="new", fail_after=True), config={"a": other})
+    assert len(put_aside(tmp_path, "prompts")) == 2
+    back = run(tmp_path)  # the settings of before: what they made is there again
+    assert back.found == ["prompts.out"] and back.calls == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "manifest.json", "prompts"]
+
+
+def test_force_gives_up_what_was_put_aside(tmp_path):
     run(tmp_path)
     with pytest.raises(RuntimeError):
-        run(tmp_path, work=Work("prompts", content="new", fail_after=True), config={"a": 2})
-    back = run(tmp_path)  # back to the settings before: what they made is there again
-    assert back.found == ["prompts.out"] and back.calls == 1
-    run(tmp_path, config={"a": 2})
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "manifest.json", "prompts"]
+        run(tmp_path, work=Work("prompts", fail_after=True), config={"a": 2})
+    with pytest.raises(RuntimeError):
+        run(tmp_path, work=Work("prompts", fail_after=True), config={"a": 2}, force=True)
+    assert put_aside(tmp_path, "prompts") == []
 
 
 def test_an_interrupted_force_goes_on(tmp_path):
@@ -186,14 +201,18 @@ def test_an_interrupted_force_goes_on(tmp_path):
 
 
 def test_a_stage_folder_may_be_a_link_to_another_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
+    disk = tmp_path / "disk" / "hidden"
+    disk.mkdir(parents=True)
     run_dir = tmp_path / "demo"
     run_dir.mkdir()
     (run_dir / "prompts").symlink_to(disk)
     run(run_dir)
     assert (disk / "prompts.out").exists()
-    assert run(run_dir, force=True).found == [] and (run_dir / "prompts").is_symlink()
+    with pytest.raises(RuntimeError):
+        run(run_dir, work=Work("prompts", fail_after=True), config={"a": 2})
+    assert (run_dir / "prompts").is_symlink() and len(list(disk.parent.iterdir())) == 2  # put aside over there
+    assert run(run_dir).found == ["prompts.out"] and (run_dir / "prompts").is_symlink()
+    assert run(run_dir, force=True).found == [] and [p.name for p in disk.parent.iterdir()] == ["hidden"]
 
 
 def test_nothing_to_do_may_still_change_the_manifest(tmp_path):

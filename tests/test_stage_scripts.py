@@ -11,22 +11,27 @@ from _stage import complete_commands  # noqa: E402
 
 
 @pytest.mark.parametrize("run, overrides, fix, expected", [
-    ("demo", [], "make dump", "make dump"),
-    ("demo", ["train.lr=1"], 'make dump ARGS="force=true"', 'make dump ARGS="force=true"'),
+    ("demo", ["run.root=runs", "gpus=1"], "make dump", "make dump"),
+    ("demo", ["force=true"], 'make dump ARGS="force=true"', 'make dump ARGS="force=true"'),
     ("mine", [], "make dump", "make dump RUN=mine"),
     ("mine", [], "make dump RUN=other", "make dump RUN=other"),
+    ("mine", ["run.root=/data", "gpus=8"], "make train", "make train RUN=mine ROOT=/data GPUS=8"),
+    ("mine", ["run.root=/data"], 'make dump RUN=mine ARGS="a=1"', 'make dump RUN=mine ROOT=/data ARGS="a=1"'),
     ("kimi", ["target=kimi_k25", "target.path=/models/k"], "make dump",
      'make dump RUN=kimi ARGS="target=kimi_k25 target.path=/models/k"'),
     ("kimi", ["target=kimi_k25"], 'make dump RUN=kimi ARGS="slots.layers=[3,30,58]"',
      'make dump RUN=kimi ARGS="slots.layers=[3,30,58] target=kimi_k25"'),
-    ("kimi", ["target=kimi_k25"], 'make train ARGS="target=llama31_8b"', 'make train RUN=kimi ARGS="target=llama31_8b"'),
+    ("demo", ["slots.layers=[3,14,26]", "prompts.source=my.jsonl"], 'make prompts ARGS="prompts.limit=10"',
+     'make prompts ARGS="prompts.limit=10 slots.layers=[3,14,26] prompts.source=my.jsonl"'),
+    ("demo", ["train.lr=1"], 'make train ARGS="train.lr=…"', 'make train ARGS="train.lr=…"'),
+    ("demo", ["prompts.system_prompt=Be brief."], "make dump", """make dump ARGS="'prompts.system_prompt=Be brief.'\""""),
+    ("demo", ["target.path=/x"], 'make train ARGS="target=<the one of this run>"',
+     'make train ARGS="target=<the one of this run>"'),
     ("mine", [], "make prompts, then make dump", "make prompts RUN=mine, then make dump RUN=mine"),
     ("mine", ["target=kimi_k25"], "make install", "make install"),
     ("mine", [], "rm a/shard-00001.safetensors, then: make dump (only its samples are dumped again)",
      "rm a/shard-00001.safetensors, then: make dump RUN=mine (only its samples are dumped again)"),
-    ("demo", ["run.root=runs"], "make dump", "make dump"),
-    ("mine", ["run.root=/data"], "make dump", "make dump RUN=mine ROOT=/data"),
     ("mine", [], None, None),
 ])
-def test_commands_in_a_mend_keep_run_and_target(run, overrides, fix, expected):
+def test_commands_in_a_mend_work_as_typed(run, overrides, fix, expected):
     assert complete_commands(fix, run, overrides) == expected

@@ -12,6 +12,7 @@ Training data is best written by the target itself: on-policy responses give abo
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,11 @@ def generate(config: Config, target: Target, folder: Path) -> StageResult:
         PipelineError: the source cannot be read, or none of its conversations can be trained on.
     """
     prompts = config.prompts
+    from pipeline.prompts.respond import RESPONSES
+
+    if config.force and not (folder / ".forced").exists():  # once: the same forced command goes on from its own answers
+        shutil.rmtree(folder.parent / RESPONSES, ignore_errors=True)
+        (folder / ".forced").touch()
     records = read_records(prompts.source, source_split=prompts.source_split,
                            heldout_fraction=prompts.heldout_fraction, at_most=prompts.limit)
     selection = select(records, respond=prompts.respond, system_prompt=prompts.system_prompt, limit=prompts.limit)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SGLANG_BATCH = 256  # requests handed to the engine at once; it batches them itself: this sets how often we save
 
+RESPONSES = "responses"
+"""folder of the journals in the run's folder"""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -49,7 +52,7 @@ def journal_path(run_dir: Path, config: Config, target: Target) -> Path:
         "target": target.record.model_dump(exclude={"path"}), "eos_token_ids": target.eos_token_ids,
         "engine": prompts.respond_engine, "dtype": prompts.respond_dtype, "max_new_tokens": prompts.max_new_tokens,
         "sampling": sampling if prompts.temperature > 0 else "greedy"})
-    return Path(run_dir) / "responses" / f"{way[:16]}.jsonl"
+    return Path(run_dir) / RESPONSES / f"{way[:16]}.jsonl"
 
 
 class Journal:
