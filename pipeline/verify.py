@@ -65,7 +65,7 @@ def verify(config: Config, target: Target, manifest: Manifest, run_dir: Path, fo
         raise PipelineError(
             "the export did not pass:\n" + "\n".join(f"  - {p}" for p in problems),
             field=str(path),
-            fix=f"read {path}; python -m pipeline.validate {draft} --target {target.path} checks the files",
+            fix=f'read {path}; make validate DRAFT={draft} ARGS="--target {target.path}" checks the files',
         )
     flat = {key: value for check in results.values() for key, value in check.items()}
     return StageResult(

@@ -241,6 +241,26 @@ def test_answers_outlive_the_stages_folder(tmp_path, tiny, source, monkeypatch):
     assert (folder / "samples.jsonl").read_bytes() == (afresh / "samples.jsonl").read_bytes()
 
 
+def test_force_asks_anew_once(tmp_path, tiny, source, monkeypatch):
+    asked = counting(monkeypatch)
+    config, target = setup(tiny, source)
+    generate(config, target, make_folder(tmp_path))
+    first = len(asked)
+    config, target = setup(tiny, source, "force=true")
+    generate(config, target, make_folder(tmp_path))
+    assert len(asked) == 2 * first
+    generate(config, target, tmp_path / "prompts")  # the same forced command after an interruption
+    assert len(asked) == 2 * first
+
+
+def make_folder(run_dir: Path) -> Path:
+    """An empty stage folder, as the stage runner hands it over."""
+    folder = run_dir / "prompts"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
 @pytest.mark.parametrize("changed, same", [
     ("prompts.limit=2", True), ("prompts.batch_size=7", True), ("seed=5", True), ("prompts.top_p=0.5", True),
     ("target.context_length=64", True), ("prompts.max_new_tokens=9", False), ("prompts.respond_dtype=bf16", False),
