@@ -114,3 +114,11 @@ def rope_parameters_of(config: dict) -> dict[str, Any]:
         parameters.setdefault("rope_theta", config["rope_theta"])
     old_type = parameters.pop("type", "default")
     return {"rope_type": old_type} | parameters
+
+
+def cast(weights: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Floating-point tensors in `dtype`, `d2t` and `t2d` as they are."""
+    import torch
+
+    to = getattr(torch, dtype)
+    return {name: (t.to(to) if t.is_floating_point() else t).contiguous() for name, t in weights.items()}

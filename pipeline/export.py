@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.drafter_config import DrafterConfig
-from pipeline.drafter_files import ARCHITECTURE
+from pipeline.drafter_files import ARCHITECTURE, cast
 from pipeline.engine import resolve_device
 from pipeline.errors import PipelineError
 from pipeline.files import read_json, save_safetensors, write_json
@@ -196,14 +196,6 @@ def sglang_config(
     if drafter.norm_before_fc:
         config["eagle_config"]["norm_before_fc"] = True
     return config | {name: True for name in ("fc_norm", "norm_output") if getattr(drafter, name)}
-
-
-def cast(weights: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Floating-point tensors in `dtype`, `d2t` and `t2d` as they are."""
-    import torch
-
-    to = getattr(torch, dtype)
-    return {name: (t.to(to) if t.is_floating_point() else t).contiguous() for name, t in weights.items()}
 
 
 def why_not_vllm(manifest: Manifest, drafter: DrafterConfig) -> str | None:

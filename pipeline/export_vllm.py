@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.drafter_config import DrafterConfig
-from pipeline.drafter_files import MIDLAYER
+from pipeline.drafter_files import MIDLAYER, cast
 from pipeline.files import clear_disk_errors, make_dir, read_json, write_json
 from pipeline.layer_ids import EngineIds
 
@@ -42,8 +42,6 @@ def write_vllm(
         architecture: the target's class name.
         draft_steps: tokens of a chain, what vLLM drafts where the launch line says nothing.
     """
-    from pipeline.export import cast
-
     model = build_speculator(
         drafter,
         ids,

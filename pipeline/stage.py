@@ -17,8 +17,18 @@ from pathlib import Path
 
 from pipeline.errors import PipelineError
 from pipeline.files import clear_disk_errors, make_dir, remove_leftovers, sha256_json, write_text
-from pipeline.manifest import (DumpRecord, ExportRecord, FileRecord, Manifest, Slot, StageName, StageRecord,
-                               TargetRecord, load_manifest, save_manifest)
+from pipeline.manifest import (
+    DumpRecord,
+    ExportRecord,
+    FileRecord,
+    Manifest,
+    Slot,
+    StageName,
+    StageRecord,
+    TargetRecord,
+    load_manifest,
+    save_manifest,
+)
 
 # What each stage reads. verify also reads the samples and hidden states it replays.
 INPUTS: dict[str, tuple[str, ...]] = {

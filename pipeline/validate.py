@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +28,8 @@ from pipeline.drafter_files import (
     rope_parameters_of,
 )
 from pipeline.errors import PipelineError
+from pipeline.validate_report import REEXPORT, Report
 from pipeline.validate_weights import canonical_names, check_dtypes, check_keys, check_vocabulary
-
-_REEXPORT = "make export"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing an engine would get wrong."""
-
-    field: str
-    value: object
-    what: str
-    mend: str = _REEXPORT
-
-    def __str__(self) -> str:
-        return f"{self.field} = {self.value}: {self.what}\n      mend: {self.mend}"
-
-
-@dataclass
-class Report:
-    """What the validator found: `problems` make a drafter unfit to serve, `notes` are worth knowing."""
-
-    folder: Path
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def problem(self, where: str, value: object, what: str, mend: str = _REEXPORT) -> None:
-        self.problems.append(Problem(where, value, what, mend))
-
-    def require(self, holds: bool, where: str, value: object, what: str, mend: str = _REEXPORT) -> bool:
-        if not holds:
-            self.problem(where, value, what, mend)
-        return holds
-
-    def raise_if_bad(self) -> None:
-        """Raises: PipelineError: listing every problem."""
-        if self.problems:
-            lines = "\n".join(f"  - {p}" for p in self.problems)
-            raise PipelineError(
-                f"{self.folder} is not fit to serve: {len(self.problems)} problem(s)\n{lines}",
-                field=self.problems[0].field,
-                value=self.problems[0].value,
-                fix=self.problems[0].mend,
-            )
 
 
 def validate(folder: Path, *, context: int | None = None, target: Path | None = None) -> Report:
@@ -290,7 +247,7 @@ def _check_target(config: dict, target: dict, path: Path, layout: str, report: R
         try:
             points = capture_points_for(path, ids)
         except PipelineError as e:
-            report.problem("eagle_config.eagle_aux_hidden_state_layer_ids", ids, e.what, e.fix or _REEXPORT)
+            report.problem("eagle_config.eagle_aux_hidden_state_layer_ids", ids, e.what, e.fix or REEXPORT)
         else:
             report.notes.append(f"the installed SGLang captures layer outputs {[p - 1 for p in points]} for ids {ids}")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.drafter_files import MIDLAYER, OTHER_SPELLINGS
-
-if TYPE_CHECKING:
-    from pipeline.validate import Report
+from pipeline.validate_report import Report
 
 
 def canonical_names(tensors: dict[str, Any], layout: str, report: Report) -> dict[str, Any]:

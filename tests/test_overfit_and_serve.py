@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.config import Config
 from pipeline.drafter import Drafter, FrozenTarget, PackedBatch
+from pipeline.drafter_config import drafter_config
 from pipeline.engine import prepare_environment
 from pipeline.export import write_sglang
 from pipeline.layer_ids import derive_sglang_ids
@@ -33,7 +34,6 @@ from pipeline.serve_check import KNOWN_CAUSES, Served, compare, redump, replay_s
 from pipeline.serving import write_serving
 from pipeline.store import FINAL_HIDDEN, layer_output
 from pipeline.target import Target, load_embedding, load_output_head, open_target
-from pipeline.drafter_config import drafter_config
 from tests.tiny_models import tiny_llama
 from tests.tiny_run import tiny_config
 
