@@ -25,9 +25,10 @@ HAVE_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 1)
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 INSTALL := $(PIP) install -q $(if $(WHEELS),--no-index --find-links $(WHEELS))
 PY := $(VENV)/bin/python
-STAGE_ARGS = run.root=$(ROOT) run.name=$(RUN) gpus=$(GPUS) $(ARGS)
+# Quoted twice: for the shell and for Hydra.
+STAGE_ARGS = 'run.root="$(ROOT)"' 'run.name="$(RUN)"' 'gpus=$(GPUS)' $(ARGS)
 # train: accelerate launch, one process per GPU
-TRAIN := $(PY) $(if $(filter-out 1,$(GPUS)),-m pipeline.launch $(GPUS))
+TRAIN := $(PY) $(if $(filter-out 1,$(GPUS)),-m pipeline.launch '$(GPUS)')
 
 # Stages of a run follow one another, whatever -j says.
 .NOTPARALLEL:
@@ -79,16 +80,16 @@ verify: install ## 6  replay the export, serve it in the real engine
 	@$(PY) stages/06_verify.py $(STAGE_ARGS)
 
 summary: install ## one page about a run: samples, wiring, accept lengths, what to type next
-	@$(PY) -m pipeline.summary $(ROOT)/$(RUN)
+	@$(PY) -m pipeline.summary '$(ROOT)/$(RUN)'
 
 view: install ## samples of a run, with the trained tokens marked: make view RUN=demo
-	@$(PY) -m pipeline.prompts.view $(ROOT)/$(RUN) $(ARGS)
+	@$(PY) -m pipeline.prompts.view '$(ROOT)/$(RUN)' $(ARGS)
 
 show-config: install ## the resolved configuration: make show-config STAGE=train ARGS="train.lr=5e-4"
 	@$(PY) stages/0[1-6]_*$(or $(STAGE),train)*.py --cfg job --resolve $(STAGE_ARGS)
 
 validate: install ## check any drafter folder: make validate DRAFT=dir
-	@$(PY) -m pipeline.validate $(DRAFT) $(ARGS)
+	@$(PY) -m pipeline.validate '$(DRAFT)' $(ARGS)
 
 $(VENV)/.test-installed: $(VENV)/.installed
 	$(INSTALL) -c $(if $(HAVE_GPU),constraints-gpu.txt,constraints-cpu.txt) -e ".[test]"

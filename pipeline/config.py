@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from pipeline.errors import PipelineError
 
@@ -24,7 +24,7 @@ class RunConfig(Section):
 
 
 class SlotsConfig(Section):
-    layers: list[int] | None
+    layers: list[StrictInt] | None
     """layer outputs for fc.0, fc.1, …, ascending; null: what the run's manifest says, else the target's default"""
 
 
@@ -63,7 +63,7 @@ class TargetConfig(Section):
 
 
 class PromptsConfig(Section):
-    source: str
+    source: str = Field(min_length=1)
     """`builtin`, a .jsonl/.json/.parquet file, or the name or path of a Hugging Face dataset"""
     source_split: str
     """split of a Hugging Face dataset"""
@@ -75,7 +75,8 @@ class PromptsConfig(Section):
     """keep the answers of the source, or let the target write the last one"""
     respond_engine: Literal["transformers", "sglang"]
     respond_dtype: Literal["target", "fp32", "bf16", "fp16"]
-    max_new_tokens: int = Field(gt=0)
+    max_new_tokens: int = Field(ge=2)
+    """of an answer; in one of a single token nothing can be drafted"""
     temperature: float = Field(ge=0)
     """0: greedy"""
     top_p: float = Field(gt=0, le=1)
@@ -87,7 +88,7 @@ class PromptsConfig(Section):
 
 class DumpConfig(Section):
     engine: Literal["sglang", "transformers"]
-    layers: list[int] | None
+    layers: list[StrictInt] | None
     """more layer outputs to dump than slots.layers, so that slots can be re-bound without dumping again"""
     dtype: Literal["target", "fp32", "bf16", "fp16"]
     """compute and storage type"""

@@ -37,6 +37,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"it holds a {type(raw).__name__}, not an object")
     except (OSError, ValueError) as e:
         raise PipelineError(
             f"{path} cannot be read: {e}", field=str(path), fix="name the folder of a drafter, or make export"

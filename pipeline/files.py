@@ -44,8 +44,12 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
 
 def make_dir(path: Path) -> Path:
     """Create a folder and its parents, or say clearly why not."""
-    with clear_disk_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
+    try:
+        with clear_disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, FileNotFoundError) as e:
+        raise PipelineError(f"the folder {path} cannot be made: a file, or a link that leads nowhere, is in the way",
+                            field=str(path), value=e.strerror, fix="mount the disk it points to, or remove it") from e
     return path
 
 
@@ -78,7 +82,8 @@ def _fsync(path: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Delete temporary files that a killed process left in `folder`."""
     for tmp in Path(folder).glob(".tmp-*"):
-        tmp.unlink(missing_ok=True)
+        if not tmp.is_dir():
+            tmp.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -269,11 +269,15 @@ def explain_published_ids(config: Any, ids: Sequence[int]) -> dict[str, tuple[in
         here: tuple[int, ...] | str = tuple(point - 1 for point in capture_points_for(config, ids))
     except PipelineError as e:
         here = e.what
-    return {
+    readings = {
         "the installed SGLang": here,
         "an SGLang that always adds 1": tuple(ids),
         "capture points (vLLM, speculators)": tuple(i - 1 for i in ids),
     }
+    layers = layer_stubs.num_layers(layer_stubs.read_config(config))
+    return {who: f"not possible: the target has layer outputs 0 to {layers - 1}, these are {list(reading)}"
+            if not isinstance(reading, str) and not all(0 <= layer < layers for layer in reading) else reading
+            for who, reading in readings.items()}
 
 
 def list_classes() -> dict[str, str]:

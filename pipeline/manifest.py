@@ -51,8 +51,10 @@ class FileRecord(Strict):
         path = Path(run_dir) / self.path
         try:
             stat = os.stat(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return "is missing"
+        if path.is_dir():
+            return "is a folder"
         if stat.st_size != self.size:
             return f"has {stat.st_size} bytes, the manifest says {self.size}: truncated or altered"
         if not full and stat.st_mtime_ns == self.mtime_ns:
@@ -211,19 +213,39 @@ def load_manifest(run_dir: Path) -> Manifest | None:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise PipelineError(f"the manifest is not readable JSON: {e}", field=str(path), fix=fix) from e
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != VERSION:
         raise PipelineError(f"this pipeline reads manifest version {VERSION}", field=f"{path}: version", value=version,
                             fix="use the pipeline version that wrote it, or start a new run")
     try:
-        return Manifest.model_validate(raw)
+        manifest = Manifest.model_validate(raw)
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(str(p) for p in first["loc"])
         raise PipelineError(f"the manifest does not fit its format: {first['msg']}", field=f"{path}: {where}",
                             value=first.get("input"), fix=fix) from e
+    _check_wiring(manifest, path)
+    return manifest
+
+
+def _check_wiring(manifest: Manifest, path: Path) -> None:
+    """Refuse slots that contradict themselves or the dump: everything that is served is derived from them."""
+    layers, width = manifest.fc_layers(), manifest.target.hidden_size
+    wrong = None
+    for i, slot in enumerate(manifest.fc_slots()):
+        if slot.tensor != f"layer_output.{slot.layer}":
+            wrong = (f"fc.{i}", f"layer output {slot.layer} from tensor {slot.tensor}")
+        elif slot.columns != (i * width, (i + 1) * width):
+            wrong = (f"fc.{i}", f"columns {slot.columns} of slots that are {width} wide")
+        elif manifest.dump is not None and slot.layer not in manifest.dump.layers:
+            wrong = (f"fc.{i}", f"layer output {slot.layer}, of which the dump holds none: {manifest.dump.layers}")
+    if layers != sorted(set(layers)):
+        wrong = ("fc.*", f"layer outputs {layers}, which do not ascend")
+    if wrong:
+        raise PipelineError(f"the manifest's slot {wrong[0]} holds {wrong[1]}", field=f"{path}: slots.{wrong[0]}",
+                            value=wrong[1], fix='undo the edit, or bind the slots anew: make dump ARGS="force=true"')
 
 
 def save_manifest(run_dir: Path, manifest: Manifest) -> None:

@@ -58,6 +58,10 @@ def check_bound(config: Config, manifest: Manifest | None) -> None:
         dumped = manifest.dump.layers if manifest.dump else []
         stage = "standardize" if set(asked) <= set(dumped) else "dump"
         raise _mismatch(asked, manifest, "the run's slots are bound to other layers", stage)
+    bound = manifest.stages.get("standardize") if manifest is not None else None
+    if bound is not None and bound.config["layers"] != manifest.fc_layers():
+        raise PipelineError(f"stage standardize bound layer outputs {bound.config['layers']}, the manifest's slots hold "
+                            f"{manifest.fc_layers()}", field="slots", value=manifest.fc_layers(), fix="make standardize")
 
 
 def check_trained(manifest: Manifest) -> None:
@@ -73,7 +77,7 @@ def _mismatch(asked: list[int], manifest: Manifest, what: str, stage: str) -> Pi
     if len(held) != len(asked):
         where = f"the run has {len(held)} fc slots {held}, you asked for {len(asked)}"
     else:
-        slot = next((i for i, (a, h) in enumerate(zip(asked, held)) if a != h), 0)
+        slot = next((i for i, (a, h) in enumerate(zip(asked, held)) if a != h), 0)  # they differ, or this is not raised
         where = f"slot fc.{slot} holds layer output {held[slot]}, you asked for {asked[slot]}"
     return PipelineError(f"{where}: {what}", field="slots.layers", value=asked,
                          fix=f'make {stage} RUN={manifest.run} ARGS="slots.layers={str(asked).replace(" ", "")}"')

@@ -62,7 +62,7 @@ def complete_commands(fix: str | None, run: str, overrides: list[str]) -> str | 
     """Make the commands in a mend work as typed: with the RUN=, ROOT=, GPUS= and ARGS of the command that was refused."""
     if fix is None:
         return None
-    given = dict(o.split("=", 1) for o in overrides if "=" in o)
+    given = {key: value.strip("\"'") for key, value in (o.split("=", 1) for o in overrides if "=" in o)}
     variables = {"RUN": run if run != "demo" else None, "ROOT": given.get("run.root"), "GPUS": given.get("gpus")}
     usual = {"ROOT": "runs", "GPUS": "1"}
     kept = [o for o in overrides if not o.startswith(("run.", "gpus=", "force=", "hydra."))]
@@ -73,7 +73,7 @@ def complete_commands(fix: str | None, run: str, overrides: list[str]) -> str | 
         words += [f"{k}={v}" for k, v in variables.items() if v not in (None, usual.get(k)) and f" {k}=" not in named]
         if "target=<" not in arguments:  # a target for the user to fill in
             missing = [o for o in kept if o.split("=")[0] + "=" not in arguments]
-            missing = [f"'{o}'" if " " in o else o for o in missing]
+            missing = [_word(o) for o in missing]
             if missing:
                 arguments = (arguments[:-1] + " " if arguments else ' ARGS="') + " ".join(missing) + '"'
         return " ".join(words) + arguments
@@ -81,6 +81,13 @@ def complete_commands(fix: str | None, run: str, overrides: list[str]) -> str | 
     stages = "prompts|dump|standardize|train|export|verify"
     return re.sub(rf'(?P<command>\bmake (?:{stages})\b)(?P<variables>(?: [A-Z]+=(?!")\S+)*)(?P<arguments> ARGS="[^"]*")?',
                   complete, fix)
+
+
+def _word(override: str) -> str:
+    """An override as a word inside ARGS="…"."""
+    if re.fullmatch(r"[\w.,:/@%+=\[\]…-]+", override):
+        return override
+    return f'\\"{override}\\"' if "'" in override else f"'{override}'"
 
 
 def _run(name: str, config: Config, depends_on: Callable, work: Callable, when_current: Callable | None) -> None:

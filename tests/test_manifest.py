@@ -100,3 +100,18 @@ def test_a_file_only_touched_is_unchanged(tmp_path):
     record = FileRecord.of(tmp_path, path)
     os.utime(path, ns=(1, 1))
     assert record.problem(tmp_path) is None
+
+
+@pytest.mark.parametrize("edit", [
+    lambda slots: slots["fc.1"].update(layer=15),                       # the tensor is still that of 14
+    lambda slots: slots["fc.1"].update(tensor="layer_output.26"),
+    lambda slots: slots["fc.1"].update(columns=[0, 8]),
+    lambda slots: slots["fc.1"].update(layer=27, tensor="layer_output.27"),  # does not ascend
+], ids=["layer", "tensor", "columns", "order"])
+def test_slots_that_contradict_themselves_are_refused(tmp_path, edit):
+    save_manifest(tmp_path, Manifest(run="demo", target=target(), slots=bind_slots([1, 14, 26], 8)))
+    raw = json.loads((tmp_path / "manifest.json").read_text())
+    edit(raw["slots"])
+    (tmp_path / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(PipelineError, match="the manifest's slot fc"):
+        load_manifest(tmp_path)

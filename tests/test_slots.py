@@ -93,3 +93,12 @@ def test_a_drafter_trained_on_other_layers_than_bound_now_is_not_exported():
     assert e.value.fix == "make train RUN=demo"
     held.slots = bind_slots([2, 30, 58], 8)
     check_trained(held)
+
+
+def test_slots_that_standardize_did_not_bind_are_refused():
+    held = manifest((2, 14, 58), dumped=(2, 14, 30, 58))
+    held.stages["standardize"] = StageRecord(config={"layers": [2, 30, 58]}, config_sha256="", inputs={}, outputs=[],
+                                             versions={}, git_commit=None, seed=0, wall_seconds=0, finished_at="")
+    with pytest.raises(PipelineError, match="standardize bound layer outputs") as e:
+        check_bound(config("target=kimi_k25"), held)
+    assert e.value.fix == "make standardize"

@@ -25,6 +25,8 @@ from _stage import complete_commands  # noqa: E402
      'make prompts ARGS="prompts.limit=10 slots.layers=[3,14,26] prompts.source=my.jsonl"'),
     ("demo", ["train.lr=1"], 'make train ARGS="train.lr=…"', 'make train ARGS="train.lr=…"'),
     ("demo", ["prompts.system_prompt=Be brief."], "make dump", """make dump ARGS="'prompts.system_prompt=Be brief.'\""""),
+    ("demo", ["prompts.system_prompt='Be kind'"], "make dump", 'make dump ARGS="\\"prompts.system_prompt=\'Be kind\'\\""'),
+    ("mine", ['run.root="/data/x"', 'run.name="mine"'], "make dump", "make dump RUN=mine ROOT=/data/x"),
     ("demo", ["target.path=/x"], 'make train ARGS="target=<the one of this run>"',
      'make train ARGS="target=<the one of this run>"'),
     ("mine", [], "make prompts, then make dump", "make prompts RUN=mine, then make dump RUN=mine"),

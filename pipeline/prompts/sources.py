@@ -170,6 +170,11 @@ def _record(raw: object, where: str, heldout_fraction: float) -> Record:
         raise PipelineError(f"{where} holds a {type(raw).__name__}, not an object", field="prompts.source", value=where,
                             fix=_FIX)
     messages = _messages(raw, where)
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:  # half of a surrogate pair, as scraped text contains
+        raise PipelineError(f"{where} holds text that is not valid Unicode: {e.reason}", field="prompts.source",
+                            value=where, fix="repair or remove that record") from e
     given = raw.get("id")
     # The hash is over the content alone, so it does not depend on the file's format.
     identity = sha256_json(messages)[:16] if given in (None, "") else str(given)

@@ -35,7 +35,7 @@ def show(sample: Sample, tokenizer, *, colour: bool) -> str:
 def _recorded_target(run_dir: Path) -> Path:
     manifest = load_manifest(run_dir)
     if manifest is None:
-        raise PipelineError("this run has no manifest", field=str(run_dir), fix="make prompts")
+        raise PipelineError("this run has no manifest", field=str(run_dir), fix=f"make prompts RUN={run_dir.name}")
     return local_folder(manifest.target.path, manifest.target.revision)
 
 
@@ -50,10 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         tokenizer = load_tokenizer(Path(args.target) if args.target else _recorded_target(args.run), args.trust_remote_code)
         samples = (s for s in read_samples(args.run / "prompts" / "samples.jsonl") if args.id in (None, s.id))
-        for sample in islice(samples, args.n):
+        shown = 0
+        for shown, sample in enumerate(islice(samples, args.n), 1):
             print(show(sample, tokenizer, colour=sys.stdout.isatty()))
+        if args.id and not shown:
+            raise PipelineError("the run has no such sample", field="--id", value=args.id, fix="leave --id out")
     except PipelineError as e:
-        print(e, file=sys.stderr)
+        print(f"error: {e}", file=sys.stderr)
         return 1
     return 0
 
