@@ -9,6 +9,7 @@ which save and exit with 0.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -22,7 +23,6 @@ def main(arguments: list[str]) -> int | str:
         return f"error: GPUS={processes}: a positive number is needed"
     if int(processes) == 1:
         os.execv(sys.executable, [sys.executable, *script])
-    import psutil
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int | str:
          "--mixed_precision", "no", "--dynamo_backend", "no", *script])
     # By itself the launcher would kill ranks that take more than 30 s to save, and report a failure.
     options.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
-    signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in psutil.Process().children()])
+    signal.signal(signal.SIGTERM, _terminate_ranks)
     logging.disable(logging.CRITICAL)
     try:
         launch_command(options)
@@ -46,6 +46,14 @@ def main(arguments: list[str]) -> int | str:
         name = signal.Signals(-failure.exitcode).name
         return f"error: rank {rank} was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     return 0
+
+
+def _terminate_ranks(signum: int, frame: object) -> None:
+    import psutil
+
+    for rank in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+            rank.terminate()
 
 
 if __name__ == "__main__":
