@@ -26,9 +26,8 @@ from pipeline.manifest import DumpRecord, Fingerprint, Manifest, bind_slots
 from pipeline.samples import read_samples
 from pipeline.stage import StageResult, put_aside
 from pipeline.store import HiddenStore, sample_ids, shard_paths
-from pipeline.target import Target
+from pipeline.target import DTYPES, Target
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PROBE_TOKENS = 256  # a probe keeps N + 1 states per token: 870 KiB in Kimi-K2.5
 _MAX_QUARANTINED = 0.5
 GIB = 1 << 30
@@ -47,7 +46,7 @@ def dump(config: Config, target: Target, manifest: Manifest, run_dir: Path, fold
             at the end, or more than half of them had to be quarantined.
     """
     samples_file = Path(run_dir) / "prompts" / "samples.jsonl"
-    dtype = _DTYPES.get(config.dump.dtype, target.torch_dtype)
+    dtype = getattr(torch, DTYPES.get(config.dump.dtype, target.dtype))
     plan = CapturePlan(attempt=uuid.uuid4().hex[:12], folder=str(folder), layers=list(layers),
                        num_layers=target.num_layers, dtype=str(dtype).removeprefix("torch."),
                        shard_tokens=config.dump.shard_tokens)

@@ -19,7 +19,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from pipeline.config import Config
 from pipeline.engine import engine_arguments, prepare_environment, tensor_parallel
 from pipeline.files import write_text
 from pipeline.manifest import ExportRecord, Manifest
+from pipeline.stage import package_versions
 from pipeline.target import EMBEDDED, Target
 
 DRAFT_ATTENTION_BACKENDS = {"hopper": "fa3", "blackwell": "trtllm_mha", "other": "flashinfer"}
@@ -208,7 +208,7 @@ def write_serving(
         "wiring": {f"fc.{i}": f"layer output {layer}" for i, layer in enumerate(layers)}
         | {"teacher": f"final hidden, {manifest.slots['teacher'].norm}-norm"},
         "engines": engines,
-        "packages": _versions(),
+        "packages": dict.fromkeys(_PACKAGES, "not installed") | package_versions(_PACKAGES),
     }
     header = (
         "# How to serve this drafter. Written by stage 5 from manifest.json; to change it, export again.\n"
@@ -267,16 +267,6 @@ def _shell_word(word: str) -> str:
     for stand_in, variable in ((_TARGET, '"$TARGET"'), (_HERE, '"$here"'), (_BACKEND, '"$backend"')):
         quoted = quoted.replace(stand_in, close + variable + reopen)
     return quoted
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -77,7 +77,7 @@ def _mismatch(asked: list[int], manifest: Manifest, what: str, stage: str) -> Pi
     if len(held) != len(asked):
         where = f"the run has {len(held)} fc slots {held}, you asked for {len(asked)}"
     else:
-        slot = next((i for i, (a, h) in enumerate(zip(asked, held)) if a != h), 0)  # they differ, or this is not raised
+        slot = next((i for i, (a, h) in enumerate(zip(asked, held)) if a != h), 0)
         where = f"slot fc.{slot} holds layer output {held[slot]}, you asked for {asked[slot]}"
     return PipelineError(f"{where}: {what}", field="slots.layers", value=asked,
                          fix=f'make {stage} RUN={manifest.run} ARGS="slots.layers={str(asked).replace(" ", "")}"')

@@ -10,7 +10,7 @@ import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -101,7 +101,7 @@ def run_stage(name: StageName, run_dir: Path, *, target: TargetRecord, config: d
             outputs = [FileRecord.of(run_dir, p) for p in result.outputs]
         manifest.stages[name] = StageRecord(
             config=config, config_sha256=config_sha256, inputs=inputs, outputs=outputs, counts=result.counts,
-            metrics=result.metrics, versions=_versions(), git_commit=_git_commit(), seed=seed,
+            metrics=result.metrics, versions=package_versions(_PACKAGES), git_commit=_git_commit(), seed=seed,
             wall_seconds=round(time.monotonic() - started, 1), peak_memory_gib=_peak_memory_gib(),
             finished_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         )
@@ -235,9 +235,10 @@ def _peak_memory_gib() -> float:
     return round(max(peaks) / 2**20, 2)
 
 
-def _versions() -> dict[str, str]:
+def package_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Version of each of `packages` that is installed."""
     found = {}
-    for package in _PACKAGES:
+    for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 EMBEDDED = "embedded:smollm2-135m-instruct"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                     "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "chat_template.jinja",
                     "chat_template.json")
@@ -197,7 +197,7 @@ def open_target(config: Config) -> tuple[Target, Config]:
             raise PipelineError(f"the target's checkpoint says {key} = {found}, the configuration says {value}",
                                 field=f"target.{key}", value=value,
                                 fix=f"correct it in conf/target/{asked.name}.yaml, or choose the right target.path")
-    dtype = _DTYPES.get(asked.dtype) or str(getattr(text, "dtype", None) or "bfloat16").removeprefix("torch.")
+    dtype = DTYPES.get(asked.dtype) or str(getattr(text, "dtype", None) or "bfloat16").removeprefix("torch.")
     tokenizer = load_tokenizer(path, asked.trust_remote_code)
     if not tokenizer.chat_template:
         raise PipelineError("the target's tokenizer has no chat template", field="target.path", value=str(path),

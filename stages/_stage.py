@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import hydra
@@ -18,7 +16,7 @@ from pipeline import ranks
 from pipeline.config import Config, load_config
 from pipeline.errors import PipelineError
 from pipeline.manifest import Manifest, load_manifest
-from pipeline.stage import run_stage
+from pipeline.stage import package_versions, run_stage
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -129,11 +127,7 @@ def engine_facts(config: Config) -> dict:
     """What derived ids, launch lines and checks rest on besides files: other engines, or another device, redo them."""
     from pipeline.engine import resolve_device
 
-    versions = {}
-    for package in ("sglang", "speculators"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return {"device": resolve_device(config.device), "versions": versions}
+    return {"device": resolve_device(config.device), "versions": package_versions(("sglang", "speculators"))}
 
 
 def without(section: dict, *operational: str) -> dict:

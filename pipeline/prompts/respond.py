@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from pipeline.config import Config
 from pipeline.errors import PipelineError
 from pipeline.files import clear_disk_errors, make_dir, sha256_json
+from pipeline.target import DTYPES
 
 if TYPE_CHECKING:
     from pipeline.prompts.decode import Response
     from pipeline.target import Target
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SGLANG_BATCH = 256  # requests handed to the engine at once; it batches them itself: this sets how often we save
 
 RESPONSES = "responses"
@@ -170,7 +170,7 @@ def _ask_transformers(requests: list[Request], config: Config, target: Target
 
     prompts = config.prompts
     model = AutoModelForCausalLM.from_pretrained(
-        target.path, dtype=getattr(torch, _DTYPES.get(prompts.respond_dtype, target.dtype)),
+        target.path, dtype=getattr(torch, DTYPES.get(prompts.respond_dtype, target.dtype)),
         trust_remote_code=target.trust_remote_code).eval().to(resolve_device(config.device))
     use_grouped_attention(model)
     for batch in length_sorted_batches(requests, prompts.batch_size):
@@ -195,7 +195,7 @@ def _ask_sglang(requests: list[Request], config: Config, target: Target) -> Iter
     sampling = {"temperature": prompts.temperature, "top_p": prompts.top_p, "max_new_tokens": prompts.max_new_tokens,
                 "stop_token_ids": target.eos_token_ids}
     # SGLang draws a batch from one random stream: sampled answers repeat for an uninterrupted run only.
-    with engine(target.path, device=device, dtype=_DTYPES.get(prompts.respond_dtype, target.dtype),
+    with engine(target.path, device=device, dtype=DTYPES.get(prompts.respond_dtype, target.dtype),
                 force_version=config.dump.allow_untested_engine, tp_size=tensor_parallel(config, device),
                 context_length=config.target.context_length, quantization=config.target.quantization,
                 mem_fraction_static=config.dump.mem_fraction_static, trust_remote_code=target.trust_remote_code,
