@@ -20,9 +20,9 @@ import workload
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pipeline.alignment import PackedBatch  # noqa: E402
-from pipeline.drafter import Drafter, DrafterConfig, FrozenTarget  # noqa: E402
 from pipeline.target import OutputHead  # noqa: E402
+from pipeline.train.alignment import PackedBatch  # noqa: E402
+from pipeline.train.drafter import Drafter, DrafterConfig, FrozenTarget  # noqa: E402
 
 
 def build_drafter(s: workload.Shape, d: dict, w: dict) -> Drafter:
@@ -46,7 +46,7 @@ def build_drafter(s: workload.Shape, d: dict, w: dict) -> Drafter:
     return drafter
 
 
-def build_batch(s: workload.Shape, d: dict, dtype: torch.dtype) -> tuple[PackedBatch, torch.Tensor]:
+def build_batch(s: workload.Shape, d: dict, dtype: torch.dtype, device: str) -> tuple[PackedBatch, torch.Tensor]:
     """The workload as one sample, and the teacher's entropy [tokens] for reporting KL instead of cross entropy.
 
     The workload has shifted ids and teacher by one already, we shift them ourselves: one token more in front, and one
@@ -55,8 +55,10 @@ def build_batch(s: workload.Shape, d: dict, dtype: torch.dtype) -> tuple[PackedB
     def pad(x: torch.Tensor, front: int, back: int) -> torch.Tensor:
         return torch.cat([x.new_zeros(front, *x.shape[1:]), x, x.new_zeros(back, *x.shape[1:])])
 
-    final, lm_head = torch.from_numpy(d["final_hidden"]), torch.from_numpy(d["lm_head"])
-    log_p = (final @ lm_head[torch.from_numpy(d["t2d"])].T).log_softmax(-1)
+    final, lm_head = torch.from_numpy(d["final_hidden"]), torch.from_numpy(d["lm_head"]).to(device)
+    logits = final.to(device) @ lm_head.T
+    log_p = logits[:, torch.from_numpy(d["t2d"]).to(device)].log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1).cpu()
     mask = pad(torch.from_numpy(d["loss_mask"]), 1, 1)
     mask[-1] = True
     batch = PackedBatch(
@@ -64,10 +66,10 @@ def build_batch(s: workload.Shape, d: dict, dtype: torch.dtype) -> tuple[PackedB
         features=pad(torch.from_numpy(d["aux_hidden"]), 0, 2).to(dtype),
         final_hidden=pad(final, 1, 1).to(dtype),
         loss_mask=mask,
-        teacher_argmax=pad((final @ lm_head.T).argmax(-1).int(), 1, 1),
+        teacher_argmax=pad(logits.argmax(-1).int().cpu(), 1, 1),
         sample_lengths=torch.tensor([s.seq_len + 2]),
     )
-    return batch, pad(-(log_p.exp() * log_p).sum(-1), 1, 1)
+    return batch.to(torch.device(device)), pad(entropy, 1, 1)
 
 
 def main() -> None:
@@ -76,24 +78,24 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
     d = workload.make_inputs(s, args.seed)
-    drafter = build_drafter(s, d, workload.make_draft_weights(s, d["lm_head"], d["t2d"], args.seed))
-    batch, entropy = build_batch(s, d, dtype)
+    drafter = build_drafter(s, d, workload.make_draft_weights(s, d["lm_head"], d["t2d"], args.seed)).to(args.device)
+    batch, entropy = build_batch(s, d, dtype, args.device)
     head = OutputHead(torch.from_numpy(d["lm_head"][d["t2d"]]).to(dtype), torch.ones(s.hidden), 1e-5)
-    target = FrozenTarget(torch.from_numpy(d["embed"]).to(dtype), head)
+    target = FrozenTarget(torch.from_numpy(d["embed"]).to(dtype), head).to(torch.device(args.device))
     del d
     rows = drafter.select_rows(batch, s.ttt)
-    entropy_sums = (entropy[rows.tokens, None] * rows.used).sum(0)
+    entropy_sums = (entropy[rows.tokens, None] * rows.used).sum(0).to(args.device)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=args.lr, weight_decay=0.01, fused=True)
     step_weights = args.decay ** torch.arange(s.ttt) / rows.loss_rows
 
     def step() -> tuple[float, list[float]]:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.dtype == "bf16"):
+        with torch.autocast(args.device, dtype=torch.bfloat16, enabled=args.dtype == "bf16"):
             out = drafter(batch, target, step_weights)
         optimizer.zero_grad()
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
-        kl = (out.metrics["loss_sum"] - entropy_sums) / rows.loss_rows
+        kl = (out.metrics["loss_sum"] - entropy_sums) / rows.loss_rows.to(args.device)
         return out.loss.item(), kl.tolist()
 
     trainable = round(sum(p.numel() for p in drafter.parameters()) / 1e6, 2)

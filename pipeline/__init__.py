@@ -1,6 +1,6 @@
 """EAGLE-3 drafter pipeline: wiring recorded once, serving configs derived from it, proven against the engine."""
 
-from pipeline.torchvision_ops import declare_on_import
+from pipeline.engines.torchvision_ops import declare_on_import
 
 __version__ = "0.1.0"
 

@@ -5,7 +5,7 @@ The stages hand the dictionary that Hydra resolved to `load_config`; nothing in 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
@@ -55,26 +55,75 @@ class TargetConfig(Section):
     max_position_embeddings: int | None = Field(gt=0)
     slots_layers: list[int] | None
     """default layer outputs of this target; null: [1, N//2-1, N-4]"""
+    layer_id_rule: Literal["layer_output", "capture_point"] | None
+    """what a layer id is to SGLang's class, for a class that cannot be asked; null: ask it, refuse if it cannot be asked"""
     drafter: TargetDrafterConfig
     tp_size: int = Field(gt=0)
     """tensor parallel size of the engine"""
     context_length: int = Field(gt=0)
-    """tokens; longer samples are skipped and counted"""
+    """tokens; what becomes of longer conversations says prompts.truncate"""
+
+
+class SourceConfig(Section):
+    """One source of a mixture."""
+
+    path: str = Field(min_length=1)
+    """`builtin`, a file, a folder of files, or the name of a Hugging Face dataset"""
+    format: Literal["auto", "pretokenised", "openai", "sharegpt", "ultrachat", "alpaca", "turns", "prompt", "text"] = "auto"
+    """auto: what each record's fields say, by the table in pipeline/prompts/formats.py"""
+    split: str | None = None
+    """of a dataset or folder; null: prompts.source_split"""
+    weight: float | None = Field(default=None, gt=0)
+    """share of the mixture relative to the other sources; on all of them or on none"""
+    cap: int | None = Field(default=None, gt=0)
+    """use at most this many of its conversations"""
+    take: int | None = Field(default=None, gt=0)
+    """read only this many records, from the beginning: for a dataset too long to be read whole"""
 
 
 class PromptsConfig(Section):
-    source: str = Field(min_length=1)
-    """`builtin`, a .jsonl/.json/.parquet file, or the name or path of a Hugging Face dataset"""
+    source: str | list[SourceConfig] = Field(min_length=1)
+    """the path of a source as in `SourceConfig`, or a list of sources to mix"""
     source_split: str
-    """split of a Hugging Face dataset"""
+    """split of a dataset or folder"""
+    on_bad_record: Literal["stop", "skip"]
+    """a damaged record or one of unknown form ends the stage, or is counted and kept in quarantine.jsonl"""
     limit: int | None = Field(gt=0)
     """use this many conversations, spread evenly over the source's categories where it has them"""
+    min_chars: int | None = Field(gt=0)
+    max_chars: int | None = Field(gt=0)
+    """characters of a whole conversation, without the turns that the target writes anew"""
+    languages: list[str] | None = Field(min_length=1)
+    """ISO 639-1 codes; conversations whose user writes in another language are left out. Needs py3langid"""
+    near_duplicates: float | None = Field(ge=0.4, le=0.95)
+    """of conversations whose 5-word runs are this much the same (Jaccard similarity), one is used; null: not looked for"""
+    decontaminate_words: int | None = Field(gt=0)
+    """training conversations that share a run of so many words with a held-out or benchmark prompt are left out; null: none"""
+    decontaminate_against: list[str]
+    """benchmark prompts: files or folders in any format"""
     heldout_fraction: float = Field(ge=0, lt=1)
     """share kept for validation where the source does not say which are held out"""
     respond: Literal["keep", "target"]
-    """keep the answers of the source, or let the target write the last one"""
-    respond_engine: Literal["transformers", "sglang"]
-    respond_dtype: Literal["target", "fp32", "bf16", "fp16"]
+    """keep the answers of the source, or let the target write them"""
+    answer: Literal["all", "last"]
+    """what the target writes: every turn of the assistant, seeing its own earlier ones, or the last one after the source's"""
+    respond_engine: Literal["transformers", "sglang", "server"] | None
+    """null: sglang on a GPU, else transformers; server: OpenAI-compatible servers (SGLang, vLLM …) that serve the target"""
+    respond_dtype: Literal["auto", "target", "fp32", "bf16", "fp16"]
+    """of transformers and sglang; auto: bf16 for transformers on a CPU that computes faster in it, else the target's"""
+    base_url: str | list[str] | None
+    """of the server, or of several that serve the same, as in http://127.0.0.1:30000/v1"""
+    server_model: str | None
+    """the target's name at the servers; null: the only one that each serves"""
+    api_key_env: str | None
+    """name of the environment variable that holds the servers' key (the key itself is written nowhere)"""
+    concurrency: int = Field(gt=0)
+    """requests in flight, at each server or in SGLang in this process; more than the engine runs at once keep it busy"""
+    request_timeout: float = Field(gt=0)
+    """seconds that a server may take for an answer, its waiting included"""
+    retries: int = Field(ge=0)
+    """of a request after 408, 429, 5xx, a time-out or a broken connection; the waits double from half a second to a minute.
+    429 and 503 count only while no other request is answered"""
     max_new_tokens: int = Field(ge=2)
     """of an answer; in one of a single token nothing can be drafted"""
     temperature: float = Field(ge=0)
@@ -84,6 +133,32 @@ class PromptsConfig(Section):
     """conversations answered at once by transformers"""
     system_prompt: str | None
     """put in front of conversations that have none"""
+    reasoning: Literal["keep", "drop", "mask"]
+    """an assistant's reasoning (`reasoning_content`, or inline between <think> and </think>): keep: train it where the
+    template writes it | drop: take it out of the messages | mask: leave it in the text, do not train it"""
+    train_on: Literal["all", "last"]
+    """assistant turns of a conversation whose tokens are trained"""
+    max_length: int | None = Field(gt=1)
+    """most tokens of a sample; null: target.context_length"""
+    truncate: Literal["skip", "turns", "cut", "split"]
+    """what becomes of a longer conversation: skip: left out | turns: as many whole turns from the beginning as fit | cut:
+    tokens cut off on the right | split: several samples of whole exchanges, each behind the system message, `<id>#<k>`.
+    A sample without trained tokens is never made. Rows of token ids are cut or left out; prompts to be answered left out"""
+    workers: int | None = Field(gt=0)
+    """processes that encode conversations with the source's answers; null: one per core where there is enough to do; 1: none
+    beside the stage itself. The samples do not depend on it"""
+    shard: str | None = Field(pattern=r"^[0-9]{1,6}/[0-9]{1,6}$")
+    """encode or answer this part alone, of a number of machines: 0/2 and 1/2. `make merge` joins the runs"""
+
+    @model_validator(mode="after")
+    def _whole(self) -> PromptsConfig:
+        if self.shard is not None and int(self.shard.split("/")[0]) >= int(self.shard.split("/")[1]):
+            raise ValueError(f"there is no shard {self.shard}: of two they are 0/2 and 1/2")
+        if self.respond_engine == "server" and not self.base_url:
+            raise ValueError("respond_engine=server needs base_url")
+        if isinstance(self.source, list) and len({source.weight is None for source in self.source}) > 1:
+            raise ValueError("either every source of a mixture has a weight, or none has")
+        return self
 
 
 class DumpConfig(Section):
@@ -133,24 +208,60 @@ class TrainConfig(Section):
     ttt_steps: int = Field(ge=1)
     loss_decay: float = Field(gt=0, le=1)
     """weight of TTT step j is loss_decay**j"""
+    loss: Literal["ce", "kl", "tv", "lk", "lk_hybrid"]
+    """of one row, as `loss.Objective` defines it. ce: soft cross entropy | kl: forward KL, mixed with the hard label | tv:
+    1 - α | lk: -log α | lk_hybrid: KL turning into 1 - α as α grows; α is the share of drafts that sampling accepts"""
+    hard_label_weight: float = Field(ge=0, le=1)
+    """of kl: share of the hard label, the target's argmax; 0: KL alone"""
+    lk_eta: float = Field(ge=0)
+    """of lk_hybrid: the weight of KL is exp(-lk_eta · α)"""
     epochs: int = Field(gt=0)
     batch_tokens: int = Field(gt=0)
     """tokens per batch and process; samples are packed up to it"""
     gradient_accumulation: int = Field(gt=0)
+    init_from: str | None
+    """folder of a drafter to start from: a run's train/, an export, or anybody's of this shape; null: random weights"""
+    optimizer: Literal["adamw", "adamw8bit"]
+    """adamw: torch's, fused | adamw8bit: moments in 8 bits, needs bitsandbytes"""
     lr: float = Field(gt=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"]
+    """after the warm-up; wsd: constant, then linear over the last decay_ratio of the steps"""
     warmup_ratio: float = Field(ge=0, lt=1)
     min_lr_ratio: float = Field(ge=0, le=1)
+    """where cosine, linear and wsd end, as a share of lr"""
+    decay_ratio: float = Field(gt=0, le=1)
+    """of wsd"""
     weight_decay: float = Field(ge=0)
-    betas: tuple[float, float]
+    dropout: float = Field(ge=0, lt=1)
+    """share of fc's input, of the embeddings and of what attention and MLP add that is set to 0 in training; with it the
+    result depends on how samples are batched and on the number of processes"""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
     max_grad_norm: float = Field(gt=0)
+    ema: float | None = Field(gt=0, lt=1)
+    """decay of a moving average of the weights, which is then validated and exported; null: the weights themselves"""
+    parallel: Literal["ddp", "fsdp"]
+    """of several processes: ddp: each holds the drafter | fsdp: each holds a part of every tensor and of its moments"""
     precision: Literal["auto", "fp32", "bf16"]
-    """bf16: autocast with fp32 master weights; auto: bf16 on a GPU or a CPU with AMX, else fp32, which is faster there"""
+    """bf16: autocast with fp32 master weights; auto: bf16 on a GPU or a CPU with instructions
+    for it (AMX, AVX512_BF16), else fp32, which is faster there"""
     checkpoint_every: int = Field(gt=0)
     """optimizer steps"""
     keep_checkpoints: int = Field(gt=0)
     log_every: int = Field(gt=0)
     """optimizer steps"""
+    spike_factor: float | None = Field(gt=0)
+    """batches whose loss lies so many deviations above the median of the last 64 are logged with samples; null: none"""
     validate_every_epochs: int = Field(gt=0)
+    early_stop: int | None = Field(gt=0)
+    """stop after so many validations in a row without a better τ_row; null: never"""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> TrainConfig:
+        if self.hard_label_weight and self.loss != "kl":
+            raise ValueError(f"hard_label_weight is of loss=kl, loss={self.loss} would ignore it")
+        if self.optimizer == "adamw8bit" and self.parallel == "fsdp":
+            raise ValueError("optimizer=adamw8bit cannot work on shards: parallel=ddp, or optimizer=adamw")
+        return self
 
 
 class ExportConfig(Section):
@@ -175,14 +286,37 @@ class ExportConfig(Section):
 
 
 class VerifyConfig(Section):
-    checks: list[Literal["replay", "serve"]] = Field(min_length=1)
+    checks: list[Literal["files", "replay", "wiring", "live", "serve", "serve_vllm"]] | None = Field(min_length=1)
+    """null: all of them; `serve_vllm` only where vLLM's environment is installed and the run has an export for it"""
+    draft: str | None
+    """folder of another export in SGLang's form, verified against this run; null: the run's own"""
     replay_samples: int | None = Field(gt=0)
     """held-out samples replayed; null: all. Of fewer than all, accuracies are compared within their sampling error"""
     serve_prompts: int = Field(gt=0)
     serve_tokens: int = Field(gt=0)
+    live_prompts: int = Field(gt=0)
+    """probe samples of the dump whose prompts are served while the drafter is observed"""
+    live_tokens: int = Field(ge=4)
+    """generated after each"""
     draft_steps: int = Field(gt=0)
     max_tau_gap: float = Field(gt=0)
     """largest relative difference between the engine's τ and the replayed τ"""
+
+
+class DiagnoseConfig(Section):
+    """`make diagnose`, which is no stage."""
+
+    draft: str | None
+    """folder of the drafter whose wiring is wanted"""
+    samples: str | None
+    """probe text: a run's prompts/samples.parquet (held-out ones first), the same as .jsonl, or a file of plain text;
+    null: `prompts.source`, answered by the target"""
+    max_samples: int = Field(gt=0)
+    """more of them tell neighbouring layers apart more surely"""
+    max_tokens: int = Field(ge=16)
+    """of a sample; N + 1 states of each token are kept"""
+    engine: Literal["auto", "sglang", "transformers"]
+    """what runs the target; auto: transformers for targets below 2 GB, else SGLang"""
 
 
 class TrackingConfig(Section):
@@ -197,7 +331,7 @@ class Config(Section):
     """redo a stage even if it is up to date"""
     check_inputs: Literal["fast", "full"]
     """fast: size and mtime, then checksum on a difference; full: always checksum"""
-    seed: int = Field(ge=0)
+    seed: int = Field(ge=0, lt=2**32)
     device: Literal["auto", "cpu", "cuda"]
     threads: int | None = Field(gt=0)
     """CPU threads per process; null: torch's default"""
@@ -211,7 +345,14 @@ class Config(Section):
     train: TrainConfig
     export: ExportConfig
     verify: VerifyConfig
+    diagnose: DiagnoseConfig
     tracking: TrackingConfig
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Config:
+        if (self.prompts.max_length or 0) > self.target.context_length:
+            raise ValueError("prompts.max_length is more than target.context_length, which the engine is started with")
+        return self
 
 
 def load_config(resolved: dict) -> Config:
@@ -223,11 +364,13 @@ def load_config(resolved: dict) -> Config:
     try:
         return Config.model_validate(resolved)
     except ValidationError as e:
-        lines = [".".join(str(p) for p in err["loc"]) + f" = {err.get('input')!r}: {err['msg']}" for err in e.errors()]
-        first = e.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        raise PipelineError("the configuration is not valid:\n    " + "\n    ".join(lines), field=where,
-                            value=first.get("input"), fix="make show-config STAGE=<stage> shows every key") from e
+        # Rules about several keys of a section come with the whole section as input, which says nothing.
+        found = [(".".join(str(p) for p in err["loc"]), None if isinstance(err["input"], dict) else err["input"],
+                  err["msg"]) for err in e.errors()]
+        lines = [where + (f": {why}" if value is None else f" = {value!r}: {why}") for where, value, why in found]
+        where, value, _ = found[0]
+        raise PipelineError("the configuration is not valid:\n    " + "\n    ".join(lines), field=where, value=value,
+                            fix="make show-config STAGE=<stage> shows every key") from e
 
 
 def section(config: Config, *names: str) -> dict:

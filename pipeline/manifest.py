@@ -94,7 +94,10 @@ class Slot(Strict):
     columns: tuple[int, int] | None = None
     """for fc slots: the half-open range of fc input columns"""
     equals_transformers: bool | None = None
-    """whether the dumped tensor was compared with transformers and agreed; None: not compared"""
+    """whether the dumped tensor agreed with transformers'; False also where it was not compared and the engine's class is known
+    to capture something else; None: not known"""
+    relative_error: float | None = None
+    """of that comparison: mean over rows of |found - expected| / |expected|"""
 
     @model_validator(mode="after")
     def _kind_fields(self) -> Slot:
@@ -161,7 +164,8 @@ class StageRecord(Strict):
     """stage read from → digest of its outputs at that time"""
     outputs: list[FileRecord]
     counts: dict[str, int | float] = Field(default_factory=dict)
-    metrics: dict[str, float | list[float] | bool | str | None] = Field(default_factory=dict)
+    metrics: dict[str, float | list[float] | bool | str | None | list[dict[str, int | str]] | dict[
+        str, int | float | str | list[int]]] = Field(default_factory=dict)
     versions: dict[str, str]
     git_commit: str | None
     seed: int

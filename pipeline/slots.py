@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.config import Config
 from pipeline.errors import PipelineError
-from pipeline.layer_ids import check_layers, default_layers
+from pipeline.layers.layer_ids import check_layers, default_layers
 from pipeline.manifest import Manifest, Slot, bind_slots
 
 
@@ -43,11 +43,15 @@ def layers_to_bind(config: Config, manifest: Manifest) -> list[int]:
 def rebound(manifest: Manifest, layers: list[int]) -> dict[str, Slot]:
     """Slots for other dumped layers; what is known of a dumped tensor, and how the teacher was dumped, stays."""
     slots = bind_slots(layers, manifest.target.hidden_size)
-    known = {slot.tensor: slot.equals_transformers for slot in manifest.slots.values()}
+    known = {slot.tensor: slot for slot in manifest.slots.values()}
     # A layer that was not compared is no better than one of the same dump that was found to differ.
     unknown = False if False in (slot.equals_transformers for slot in manifest.fc_slots()) else None
     for slot in slots.values():
-        slot.equals_transformers = known.get(slot.tensor, unknown)
+        if slot.tensor in known:
+            slot.equals_transformers = known[slot.tensor].equals_transformers
+            slot.relative_error = known[slot.tensor].relative_error
+        else:
+            slot.equals_transformers = unknown
     return slots | {"teacher": manifest.slots["teacher"]}
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -27,19 +27,23 @@ from pipeline.config import Config
 from pipeline.errors import PipelineError
 from pipeline.files import save_safetensors, sha256_json, write_json
 from pipeline.manifest import Manifest, Slot
-from pipeline.samples import read_samples
+from pipeline.samples import read_samples, samples_file
 from pipeline.slots import layers_to_bind, rebound
 from pipeline.stage import StageResult
 from pipeline.store import HiddenStore, SampleRef, shard_number
 from pipeline.target import OutputHead, Target, load_output_head
-from pipeline.vocab import build_vocab
+from pipeline.vocab import DraftVocab, build_vocab
 
 # Logits held at a time: 1024 rows x 8192 tokens x 4 bytes = 32 MiB, whatever the size of the vocabulary.
 _ROW_CHUNK, _VOCAB_CHUNK = 1024, 8192
 
 
-def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Path, folder: Path) -> StageResult:
+def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Path, folder: Path, *,
+                vocab: DraftVocab | None = None) -> StageResult:
     """Run stage 3; see the module's docstring for what it writes.
+
+    Args:
+        vocab: the vocabulary of a drafter that is trained already; then no sample need be left to train on.
 
     Raises:
         PipelineError: a slot's layer was not dumped; a shard is damaged or does not hold the samples of stage 1; no
@@ -49,11 +53,11 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
 
     slots = bound_slots(config, manifest)
     store = HiddenStore(dump_shards(manifest, run_dir))
-    samples = _read(run_dir / "prompts" / "samples.jsonl")
+    samples = _read(samples_file(run_dir))
     quarantined = _quarantined(run_dir / "dump" / "quarantine.jsonl")
     _check_complete(store, samples, quarantined)
-    head, device = load_output_head(target), _device(config)
-    head = replace(head, weight=head.weight.to(device), norm_weight=head.norm_weight.to(device))
+    device = _device(config)
+    head = load_output_head(target).to(device)
     counts = _Counts(target.vocab_size)
     split: dict[str, list[str]] = {"train": [], "heldout": []}
     outputs = []
@@ -75,13 +79,13 @@ def standardize(config: Config, target: Target, manifest: Manifest, run_dir: Pat
             if (answers >= 0).any():  # else the answer is one token long: nothing is drafted in it
                 split[sample.split].append(ref.id)
     for part in ("train", "heldout"):
-        if not split[part]:
+        if not split[part] and (vocab is None or part == "heldout"):
             raise PipelineError(f"no sample is left for {part}", field="prompts.heldout_fraction",
                                 value=config.prompts.heldout_fraction,
                                 fix='make prompts ARGS="prompts.heldout_fraction=0.3", with '
                                     "at least two conversations whose answers have two or more tokens")
-    vocab = build_vocab(counts.trained["train"], counts.corpus["train"], config.drafter.draft_vocab_size,
-                        always=[t for t in target.eos_token_ids if t < target.vocab_size])
+    vocab = vocab or build_vocab(counts.trained["train"], counts.corpus["train"], config.drafter.draft_vocab_size,
+                                 always=[t for t in target.eos_token_ids if t < target.vocab_size])
     save_safetensors(folder / "vocab.safetensors", {"d2t": vocab.d2t, "t2d": vocab.t2d})
     write_json(folder / "split.json", split)
     metrics = {f"{part}_{what}_coverage": vocab.coverage(tally[part])
@@ -184,7 +188,7 @@ def _teacher_argmax(store: HiddenStore, refs: list[SampleRef], mask: Tensor, tea
 
 @dataclass(frozen=True)
 class _Sample:
-    """What this stage keeps of a line of samples.jsonl, compactly: 5 bytes a token."""
+    """What this stage keeps of a sample of stage 1, compactly: 5 bytes a token."""
 
     split: str
     input_ids: Tensor
@@ -222,7 +226,7 @@ def _check_complete(store: HiddenStore, samples: dict[str, _Sample], quarantined
     """Every sample of stage 1 lies in a shard or in the quarantine, not in both, and nothing else does."""
     dumped = {ref.id for ref in store.samples}
     for what, ids in (("are neither in a shard nor in the quarantine", samples.keys() - dumped - quarantined),
-                      ("are in the dump but not in samples.jsonl", (dumped | quarantined) - samples.keys()),
+                      ("are in the dump but not in samples.parquet", (dumped | quarantined) - samples.keys()),
                       ("are both in a shard and in the quarantine", dumped & quarantined)):
         if ids:
             raise PipelineError(f"{len(ids)} samples {what}, e.g. {min(ids)!r}", field="dump/", fix="make dump")
@@ -245,7 +249,7 @@ def _check_shard(store: HiddenStore, refs: list[SampleRef], samples: dict[str, _
             raise _not_finite(store, refs[0], slot.tensor)
     for ref in refs:
         if not torch.equal(store.input_ids(ref), samples[ref.id].input_ids.long()):
-            raise PipelineError(f"sample {ref.id!r} has other token ids in the dump than in samples.jsonl",
+            raise PipelineError(f"sample {ref.id!r} has other token ids in the dump than in samples.parquet",
                                 field=str(path), value=f"{ref.length} rows, {len(samples[ref.id].input_ids)} tokens",
                                 fix=fix)
 
@@ -275,6 +279,6 @@ def _checksums(refs: list[SampleRef], mask: Tensor, argmax: Tensor) -> dict[str,
 
 
 def _device(config: Config) -> torch.device:
-    from pipeline.engine import resolve_device
+    from pipeline.engines.engine import resolve_device
 
     return torch.device(resolve_device(config.device))

@@ -122,7 +122,8 @@ class HiddenStore:
     def __init__(self, paths: list[Path]):
         self.paths = [Path(p) for p in paths]
         self.samples: list[SampleRef] = []
-        self._file = lru_cache(maxsize=_OPEN_SHARDS)(lambda shard: _open(self.paths[shard]))
+        # safetensors gives views of the mapped file; asking it for each sample's rows would cost more than to copy them.
+        self._tensors = lru_cache(maxsize=_OPEN_SHARDS)(lambda shard: _views(self.paths[shard]))
         self._names: set[str] | None = None
         seen: dict[str, Path] = {}
         for shard, path in enumerate(self.paths):
@@ -145,9 +146,9 @@ class HiddenStore:
         """Rows of one sample: [length, H] of a hidden state, or [length] of `input_ids`."""
         path = self.paths[ref.shard]
         try:
-            return self._file(ref.shard).get_slice(name)[ref.start:ref.start + ref.length]
-        except SafetensorError as e:
-            raise _damaged(path, f"tensor {name!r} cannot be read ({e})") from e
+            return self._tensors(ref.shard)[name][ref.start:ref.start + ref.length]
+        except KeyError as e:
+            raise _damaged(path, f"tensor {name!r} is not there") from e
 
     def input_ids(self, ref: SampleRef) -> torch.Tensor:
         """Token ids [length], int64."""
@@ -166,6 +167,14 @@ def _open(path: Path):
         raise _damaged(path, "the file is missing") from e
     except (SafetensorError, OSError) as e:
         raise _damaged(path, f"the file is truncated or altered ({e})") from e
+
+
+def _views(path: Path) -> dict[str, torch.Tensor]:
+    file = _open(path)
+    try:
+        return {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as e:
+        raise _damaged(path, f"its tensors cannot be read ({e})") from e
 
 
 def _index(path: Path, file) -> tuple[list[str], list[int], set[str]]:

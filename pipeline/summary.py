@@ -80,13 +80,15 @@ def _accept(m: Manifest) -> str:
         if (tau := s.metrics.get("heldout_tau_row@3")) is not None:
             lines.append(f"  τ_row@3  held-out, teacher-forced       {tau:.3f}   (1.0: learned nothing)")
     if (s := m.stages.get("verify")) is not None:
-        for key, text in (("tau_engine", "τ counted by the engine                 "),
-                          ("tau_replayed", "τ replayed over the engine's own tokens "),
-                          ("tau_walk@3", "τ_walk@3 (clipped at the end of a turn) ")):
+        for key, text in (("serve.tau_engine", "τ counted by SGLang                     "),
+                          ("serve.tau_replayed", "τ replayed over SGLang's own tokens     "),
+                          ("serve.tau_walk@3", "τ_walk@3 (clipped at the end of a turn) "),
+                          ("serve_vllm.tau_engine", "τ counted by vLLM                       "),
+                          ("serve_vllm.tau_replayed", "τ replayed over vLLM's own tokens       ")):
             if isinstance(tau := s.metrics.get(key), float):
                 lines.append(f"  {text}{tau:.3f}")
-        if "text_identical" in s.metrics:
-            same = "yes" if s.metrics["text_identical"] else "NO"
+        if "serve.text_identical" in s.metrics:
+            same = "yes" if s.metrics["serve.text_identical"] else "NO"
             lines.append(f"  greedy text with and without the drafter identical: {same}")
     return "Accept length (tokens per target forward, bonus token included)\n" + "\n".join(lines) if lines else ""
 
@@ -100,7 +102,7 @@ def _next(m: Manifest, run_dir: Path) -> str:
     export = run_dir / "export"
     lines = [f"Serving config  {export / 'serving.yaml'}", f"Manifest        {run_dir / 'manifest.json'}", "Type next",
              *(f"  {script}" for script in sorted(export.glob("launch_*.sh"))),
-             f"  make view RUN={m.run}{root}   # samples with the trained tokens marked"]
+             f"  make show-sample RUN={m.run}{root}   # samples with the trained tokens marked"]
     others = [layer + 1 for layer in m.fc_layers()]
     if others[-1] < m.target.num_layers - 1:
         wish = f"{target} slots.layers={others}".replace(", ", ",").strip()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,9 @@ _TENSORS = {
     "final norm": re.compile(_PREFIX + r"(?:norm|final_layernorm|ln_f)\.weight$"),
     "output head": re.compile(_PREFIX + r"(?:lm_head|output)\.weight$"),
 }
+# Language models whose final norm multiplies by 1 + weight (model types of transformers 5.19).
+_CENTRED_NORM = ("gemma", "gemma2", "gemma3_text", "minimax_m3_vl_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
+                 "step3p5", "vaultgemma")
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class OutputHead:
 
     Attributes:
         weight: [V or number of rows asked for, H].
-        norm_weight: [H] of the final RMS norm.
+        norm_weight: [H], what the final RMS norm multiplies by (1 + the checkpoint's weight in some families).
         logit_scale, softcap: as SGLang applies them (layers/logits_processor.py): scale, then softcap.
     """
 
@@ -148,6 +151,9 @@ class OutputHead:
     norm_eps: float
     logit_scale: float = 1.0
     softcap: float | None = None
+
+    def to(self, device: str | torch.device) -> OutputHead:
+        return replace(self, weight=self.weight.to(device), norm_weight=self.norm_weight.to(device))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the final RMS norm to pre-norm hidden states [..., H]; returns fp32."""
@@ -224,7 +230,10 @@ def load_output_head(target: Target, rows: torch.Tensor | None = None) -> Output
     scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
     if getattr(text, "logits_scaling", None):          # Granite divides
         scale = 1.0 / text.logits_scaling
-    return OutputHead(weight=target.load_tensor(what, rows=rows), norm_weight=target.load_tensor("final norm"),
+    norm_weight = target.load_tensor("final norm")
+    if text.model_type in _CENTRED_NORM:
+        norm_weight = 1 + norm_weight.float()
+    return OutputHead(weight=target.load_tensor(what, rows=rows), norm_weight=norm_weight,
                       norm_eps=text.rms_norm_eps, logit_scale=float(scale),
                       softcap=getattr(text, "final_logit_softcapping", None))
 

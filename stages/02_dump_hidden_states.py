@@ -1,6 +1,6 @@
 """Stage 2: prefill every sample in the engine and keep the hidden states that the drafter reads and learns from.
 
-Reads:   runs/<name>/prompts/samples.jsonl
+Reads:   runs/<name>/prompts/samples.parquet
 Writes:  runs/<name>/dump/{shard-*.safetensors,probes.safetensors,quarantine.jsonl}
 Launch:  make dump                                        # SGLang on the CPU, or on the GPU where there is one
          make dump ARGS="slots.layers=[2,15,27]"
@@ -20,7 +20,7 @@ def depends_on(config, manifest):
 
 
 def work(config, target, manifest, run_dir, folder):
-    from pipeline.dump import dump
+    from pipeline.dump.dump import dump
 
     slots, layers = layers_to_dump(config, manifest)
     return dump(config, target, manifest, run_dir, folder, slot_layers=slots, layers=layers)

@@ -1,6 +1,6 @@
 """Stage 3: bind dumped states to slots, check them, and add what training needs: masks, draft vocabulary, teacher argmax.
 
-Reads:   runs/<name>/prompts/samples.jsonl, runs/<name>/dump/
+Reads:   runs/<name>/prompts/samples.parquet, runs/<name>/dump/
 Writes:  runs/<name>/standardize/{shard-*.safetensors,vocab.safetensors,split.json}; hidden states are not copied
 Launch:  make standardize
          make standardize ARGS="slots.layers=[2,15,27]"   # re-bind, if these layers were dumped

@@ -3,7 +3,7 @@
 Reads:   runs/<name>/train/, runs/<name>/standardize/vocab.safetensors
 Writes:  runs/<name>/export/{sglang/,vllm/,serving.yaml,launch_sglang.sh,launch_vllm.sh}
 Launch:  make export
-         python -m pipeline.validate runs/demo/export/sglang   # check any drafter directory
+         python -m pipeline.export.validate runs/demo/export/sglang   # check any drafter directory
 """
 
 from _stage import engine_facts, stage_main
@@ -19,7 +19,7 @@ def depends_on(config, manifest):
 
 
 def work(config, target, manifest, run_dir, folder):
-    from pipeline.export import export
+    from pipeline.export.export import export
 
     check_trained(manifest)
     return export(config, target, manifest, run_dir, folder)

@@ -7,16 +7,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
-from pipeline import ranks
 from pipeline.config import Config, load_config
 from pipeline.errors import PipelineError
 from pipeline.manifest import Manifest, load_manifest
 from pipeline.stage import package_versions, run_stage
+from pipeline.train import ranks
+
+if TYPE_CHECKING:
+    from pipeline.target import Target
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -33,17 +37,24 @@ def stage_main(name: str, depends_on: Callable[[Config, Manifest | None], dict],
         when_current: called if there is nothing to do; returns whether it changed the manifest.
     """
 
+    hydra_main(lambda config, overrides: _run(name, config, depends_on, work, when_current))
+
+
+def hydra_main(body: Callable[[Config, list[str]], None]) -> None:
+    """Call `body` with the checked configuration and the overrides that were typed."""
+
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def main(cfg: DictConfig) -> None:
-        try:
-            _run(name, load_config(_plain(cfg)), depends_on, work, when_current)
-        except PipelineError as e:
-            e.fix = complete_commands(e.fix, str(cfg.run.name), HydraConfig.get().overrides.task)
-            if not ranks.is_main_process():
-                time.sleep(10)  # rank 0 says the same, and the launcher then ends this rank
-            sys.exit(f"error: {e}")
-        except KeyboardInterrupt:
-            sys.exit("stopped; the same command goes on from here")
+        with ranks.leaving_at_once():
+            try:
+                body(load_config(_plain(cfg)), list(HydraConfig.get().overrides.task))
+            except PipelineError as e:
+                e.fix = complete_commands(e.fix, str(cfg.run.name), HydraConfig.get().overrides.task)
+                if not ranks.is_main_process():
+                    time.sleep(10)  # rank 0 says the same, and the launcher then ends this rank
+                sys.exit(f"error: {e}")
+            except KeyboardInterrupt:
+                sys.exit("stopped; the same command goes on from here")
 
     main()
 
@@ -63,7 +74,7 @@ def complete_commands(fix: str | None, run: str, overrides: list[str]) -> str | 
     given = {key: value.strip("\"'") for key, value in (o.split("=", 1) for o in overrides if "=" in o)}
     variables = {"RUN": run if run != "demo" else None, "ROOT": given.get("run.root"), "GPUS": given.get("gpus")}
     usual = {"ROOT": "runs", "GPUS": "1"}
-    kept = [o for o in overrides if not o.startswith(("run.", "gpus=", "force=", "hydra."))]
+    kept = [o for o in overrides if not o.startswith(("run.", "gpus=", "force=", "hydra.", "diagnose."))]
 
     def complete(match: re.Match) -> str:
         named, arguments = match["variables"], match["arguments"] or ""
@@ -89,19 +100,7 @@ def _word(override: str) -> str:
 
 
 def _run(name: str, config: Config, depends_on: Callable, work: Callable, when_current: Callable | None) -> None:
-    from pipeline.engine import prepare_environment, resolve_device
-
-    # Before anything imports transformers or SGLang.
-    device = resolve_device(config.device)
-    prepare_environment(device, threads=config.threads)
-    from transformers.utils import logging
-
-    from pipeline.target import open_target
-
-    logging.disable_progress_bar()  # the stages have their own
-    if device == "cuda":
-        check_gpus(config.gpus)
-    target, config = open_target(config)
+    target, config, device = opened(config)
     run_dir = Path(config.run.root) / config.run.name
     if not ranks.is_main_process():
         if ranks.wait_for_rank_0(device):
@@ -115,6 +114,23 @@ def _run(name: str, config: Config, depends_on: Callable, work: Callable, when_c
     ranks.dismiss(device)
 
 
+def opened(config: Config) -> tuple[Target, Config, str]:
+    """The target, the configuration with its facts filled in, and the device; the process is fit for engines after it."""
+    from pipeline.engines.engine import prepare_environment, resolve_device
+
+    # Before anything imports transformers or SGLang.
+    device = resolve_device(config.device)
+    prepare_environment(device, threads=config.threads)
+    from transformers.utils import logging
+
+    from pipeline.target import open_target
+
+    logging.disable_progress_bar()  # the stages have their own
+    if device == "cuda":
+        check_gpus(config.gpus)
+    return *open_target(config), device
+
+
 def check_gpus(asked: int) -> None:
     import torch
 
@@ -125,9 +141,11 @@ def check_gpus(asked: int) -> None:
 
 def engine_facts(config: Config) -> dict:
     """What derived ids, launch lines and checks rest on besides files: other engines, or another device, redo them."""
-    from pipeline.engine import resolve_device
+    from pipeline.engines import vllm_env
+    from pipeline.engines.engine import resolve_device
 
-    return {"device": resolve_device(config.device), "versions": package_versions(("sglang", "speculators"))}
+    return {"device": resolve_device(config.device),
+            "versions": package_versions(("sglang", "speculators")) | {"vllm": vllm_env.version()}}
 
 
 def without(section: dict, *operational: str) -> dict:

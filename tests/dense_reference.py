@@ -46,6 +46,23 @@ def attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
+def row_loss(p: Tensor, logits: Tensor, answer: int, kind: str = "ce", hard: float = 0.0, eta: float = 3.0) -> Tensor:
+    """One row's objective as `pipeline.train.loss.Objective` defines it. p, logits: [Vd]."""
+    log_q = logits.log_softmax(-1)
+    overlap = torch.minimum(p, log_q.exp()).sum()
+    divergence = (p * (p.log() - log_q)).sum()
+    if kind == "ce":
+        return -(p * log_q).sum()
+    if kind == "kl":
+        return (1 - hard) * divergence - hard * log_q[answer]
+    if kind == "tv":
+        return 1 - overlap
+    if kind == "lk":
+        return -overlap.log()
+    share = torch.exp(-eta * overlap.detach())
+    return share * divergence + (1 - share) * (1 - overlap)
+
+
 def is_gated(mask: list[int], row: int, step: int) -> bool:
     """All of l_{i+1} … l_{i+2+j} are generated tokens that exist."""
     return row + 2 + step <= len(mask) - 1 and all(mask[row + 1 : row + 3 + step])
@@ -64,7 +81,7 @@ class Reference:
 
 
 def ttt(weights: dict[str, Tensor], config, sample: dict, embedding: Tensor, lm_head: Tensor, draft_ids: Tensor,
-        steps: int) -> Reference:  # fmt: skip
+        steps: int, **objective) -> Reference:  # fmt: skip
     """The TTT unroll of one sample with every row at every step.
 
     Args:
@@ -72,6 +89,7 @@ def ttt(weights: dict[str, Tensor], config, sample: dict, embedding: Tensor, lm_
         sample: input_ids [S], features [S, nH], final_hidden [S, H], loss_mask [S].
         embedding, lm_head: the target's, [V, H] both.
         draft_ids: [Vd] target ids of the draft vocabulary.
+        objective: of `row_loss`.
     """
     ids, mask = sample["input_ids"], [int(m) for m in sample["loss_mask"]]
     size, eps, theta = len(ids), config.rms_norm_eps, config.rope_parameters["rope_theta"]
@@ -125,7 +143,8 @@ def ttt(weights: dict[str, Tensor], config, sample: dict, embedding: Tensor, lm_
             prefix += right_so_far[i]
             if argmax in draft_ids.tolist():
                 rows += 1
-                loss = loss - (teacher[token] * logits[i].log_softmax(-1)).sum()
+                answer = draft_ids.tolist().index(argmax)
+                loss = loss + row_loss(teacher[token], logits[i], answer, **objective)
         result.loss_sums.append(loss)
         result.loss_rows.append(rows)
         result.gated.append(gated)

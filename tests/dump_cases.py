@@ -47,8 +47,8 @@ def make_run(target_dir: Path, root: Path, samples: list[Sample]) -> Path:
     run_dir = root / config.run.name
 
     def work(manifest, folder):
-        write_samples(folder / "samples.jsonl", samples)
-        return StageResult(outputs=[folder / "samples.jsonl"])
+        write_samples(folder / "samples.parquet", samples)
+        return StageResult(outputs=[folder / "samples.parquet"])
 
     run_stage("prompts", run_dir, target=target.record, config={}, seed=0, work=work)
     return run_dir

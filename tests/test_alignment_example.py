@@ -23,9 +23,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.alignment import Segment, gate, select_rows
-from pipeline.drafter import Drafter, DrafterConfig, FrozenTarget, PackedBatch
 from pipeline.target import OutputHead
+from pipeline.train.alignment import Segment, gate, select_rows
+from pipeline.train.drafter import Drafter, DrafterConfig, FrozenTarget, PackedBatch
 
 MASK = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
 LENGTHS = torch.tensor([8])

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from pipeline.batches import AlignedFiles, MicroBatch, Prefetcher, TrainingData, pack, plan_epoch
 from pipeline.errors import PipelineError
 from pipeline.standardize import layout
 from pipeline.store import HiddenStore, ShardBuilder, shard_path, shard_paths
 from pipeline.target import load_output_head
+from pipeline.train.batches import AlignedFiles, MicroBatch, Prefetcher, TrainingData, pack, plan_epoch
 from tests.tiny_run import TinyRun, tiny_run
 
 

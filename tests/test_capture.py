@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.capture import _spans, every_layer, inner_model
-from pipeline.capture_plan import CHECK, PROBE, SAMPLE, Captured, CapturePlan, RequestTag, Span
-from pipeline.capture_writer import CaptureWriter, take_over
+from pipeline.dump.capture import _spans, every_layer, inner_model
+from pipeline.dump.capture_plan import CHECK, PROBE, SAMPLE, Captured, CapturePlan, RequestTag, Span
+from pipeline.dump.capture_writer import CaptureWriter, take_over
 from pipeline.store import HiddenStore, shard_paths
 
 H = 4
@@ -295,7 +295,7 @@ def test_every_layer_captures_all_and_then_restores_the_model(marked, fused):
 
 
 def test_plugin_is_inert_and_imports_nothing_heavy_unless_switched_on():
-    code = ("import sys, pipeline.capture as c; c.register(); "
+    code = ("import sys, pipeline.dump.capture as c; c.register(); "
             "sys.exit(any(m in sys.modules for m in ('sglang', 'transformers')))")
     env = {k: v for k, v in os.environ.items() if k != "EAGLE3_CAPTURE_PLAN"}
     assert subprocess.run([sys.executable, "-c", code], env=env, cwd=Path(__file__).parent.parent).returncode == 0
@@ -321,7 +321,7 @@ import sys, time, torch
 from pathlib import Path
 sys.path.insert(0, "tests")
 from test_capture import forward, make_plan, tag_of
-from pipeline.capture_writer import CaptureWriter
+from pipeline.dump.capture_writer import CaptureWriter
 from pipeline.store import sample_ids, shard_paths
 
 folder, attempt = Path(sys.argv[1]), sys.argv[2]

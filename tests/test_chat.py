@@ -5,86 +5,32 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from pipeline.prompts.chat import ChatEncoder, Refused
+from pipeline.prompts.chat import ChatEncoder, Encoded
+from pipeline.prompts.refused import Refused
+from tests.chat_templates import (
+    CHATML,
+    DEEPSEEK,
+    FAMILIES,
+    GEMMA,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    Family,
+    SlowTokenizer,
+    make_tokenizer,
+    marked,
+    plain,
+    tagged,
+)
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-           "<think>", "</think>", "<s>", "</s>"]
-WORDS = ["system", "user", "assistant", "Hi", "ok", "hm", "Be", "kind"]
-
-# Each template has the shape of a family's; GEN and END are generation tags in one variant and nothing in the other.
-CHATML = (
-    "{% for m in messages %}"
-    "{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
-    "{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' %}GEN{{ m.content + '<|im_end|>' }}END"
-    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-LLAMA3 = (
-    "{{ '<|begin_of_text|>' }}{% for m in messages %}"
-    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
-    "{% if m.role == 'assistant' %}GEN{{ m.content | trim + '<|eot_id|>' }}END"
-    "{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
-# The think block stands in the turns after the last user turn only; earlier ones lose theirs (SpecForge 296, 544, 564).
-QWEN3 = (
-    "{% set ns = namespace(query=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
-    "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
-    "{% set said = parts[-1].lstrip('\n') %}GEN{% if loop.index0 > ns.query %}"
-    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ said + '<|im_end|>' }}END"
-    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-MISTRAL = (
-    "{{ '<s>' }}{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}{{ '[' + m.content + ']' }}{% else %}GEN{{ ' ' + m.content + '</s>' }}END{% endif %}"
-    "{% endfor %}")
+METHODS = ["tags", "offsets", "prefixes"]
 
 
-def plain(template: str) -> str:
-    return template.replace("GEN", "").replace("END", "")
-
-
-def tagged(template: str) -> str:
-    return template.replace("GEN", "{% generation %}").replace("END", "{% endgeneration %}")
-
-
-def make_tokenizer(template: str, eos: str, *, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that has one token per byte, per word of WORDS and per special token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = list(merges)
-    for word in WORDS:
-        pairs += [(word[:i], word[i]) for i in range(1, len(word)) if (word[:i], word[i]) not in pairs]
-    vocab = {token: i for i, token in enumerate([*alphabet, *("".join(pair) for pair in pairs)])}
-    bpe = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, chat_template=template)
-
-
-class SlowTokenizer:
-    """A tokenizer without offsets, as Kimi's tiktoken one (SpecForge PR 108)."""
-
-    is_fast = False
-
-    def __init__(self, fast: PreTrainedTokenizerFast):
-        self._fast = fast
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict:
-        return {"input_ids": self._fast(text, add_special_tokens=add_special_tokens)["input_ids"]}
-
-    def __getattr__(self, name: str):
-        return getattr(self._fast, name)
-
-
-def encoder(template: str, eos: str, method: str | None = None, **options) -> ChatEncoder:
-    tokenizer = make_tokenizer(template, eos, **options)
-    return ChatEncoder(tokenizer, [tokenizer.eos_token_id], method)
+def encoder(family: Family, method: str | None = None, *, template: str | None = None, merges=(), **options) -> ChatEncoder:
+    template = template or (tagged(family) if method == "tags" else plain(family))
+    tokenizer = make_tokenizer(template, family.eos, merges=merges)
+    return ChatEncoder(tokenizer, [tokenizer.eos_token_id], method, **options)
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict]:
@@ -92,74 +38,181 @@ def turns(*contents: str, system: str | None = None) -> list[dict]:
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
-# What stands between « and » is generated by the target; · separates tokens, ↵ is a newline and ␣ a blank.
-GOLDEN = {
-    "chatml": (CHATML, "<|im_end|>", turns("Hi", "ok"),
+def trained(chat: ChatEncoder, messages: list[dict], tools: list[dict] | None = None) -> str:
+    found = chat.encode(messages, tools)
+    return marked(chat.tokenizer, found.input_ids, found.loss_mask)
+
+
+# Worked by hand. What stands between « and » is generated by the target; · separates tokens, ↵ is a newline, ␣ a blank.
+GOLDEN_TOKENS = {
+    "chatml": (CHATML, turns("Hi", "ok"),
                "<|im_start|>·system·↵·Be·␣·kind·<|im_end|>·↵·<|im_start|>·user·↵·Hi·<|im_end|>·↵·"
                "<|im_start|>·assistant·↵·«ok·<|im_end|>»·↵"),
-    "chatml, two turns": (CHATML, "<|im_end|>", turns("Hi", "ok", "hm", "Hi ok", system="kind"),
+    "chatml, two turns": (CHATML, turns("Hi", "ok", "hm", "Hi ok", system="kind"),
                           "<|im_start|>·system·↵·kind·<|im_end|>·↵·<|im_start|>·user·↵·Hi·<|im_end|>·↵·"
                           "<|im_start|>·assistant·↵·«ok·<|im_end|>»·↵·<|im_start|>·user·↵·hm·<|im_end|>·↵·"
                           "<|im_start|>·assistant·↵·«Hi·␣·ok·<|im_end|>»·↵"),
-    "llama-3": (LLAMA3, "<|eot_id|>", turns("Hi", " ok ", "hm", "Hi", system="Be kind"),
+    "llama-3": (LLAMA3, turns("Hi", " ok ", "hm", "Hi", system="Be kind"),
                 "<|begin_of_text|>·<|start_header_id|>·system·<|end_header_id|>·↵·↵·Be·␣·kind·<|eot_id|>·"
                 "<|start_header_id|>·user·<|end_header_id|>·↵·↵·Hi·<|eot_id|>·"
                 "<|start_header_id|>·assistant·<|end_header_id|>·↵·↵·«ok·<|eot_id|>»·"
                 "<|start_header_id|>·user·<|end_header_id|>·↵·↵·hm·<|eot_id|>·"
                 "<|start_header_id|>·assistant·<|end_header_id|>·↵·↵·«Hi·<|eot_id|>»"),
     "qwen-3, thought in both turns": (
-        QWEN3, "<|im_end|>", turns("Hi", "<think>\nhm\n</think>\n\nok", "Hi", "<think>\nhm\n</think>\n\nok"),
+        QWEN3, turns("Hi", "<think>\nhm\n</think>\n\nok", "Hi", "<think>\nhm\n</think>\n\nok"),
         "<|im_start|>·user·↵·Hi·<|im_end|>·↵·<|im_start|>·assistant·↵·«ok·<|im_end|>»·↵·"
         "<|im_start|>·user·↵·Hi·<|im_end|>·↵·"
         "<|im_start|>·assistant·↵·«<think>·↵·hm·↵·</think>·↵·↵·ok·<|im_end|>»·↵"),
-    "qwen-3, no thought": (QWEN3, "<|im_end|>", turns("Hi", "ok"),
+    "qwen-3, no thought": (QWEN3, turns("Hi", "ok"),
                            "<|im_start|>·user·↵·Hi·<|im_end|>·↵·"
                            "<|im_start|>·assistant·↵·«<think>·↵·↵·</think>·↵·↵·ok·<|im_end|>»·↵"),
-    "mistral": (MISTRAL, "</s>", turns("Hi", "ok", "hm", "Hi"), "<s>·[·Hi·]·«␣·ok·</s>»·[·hm·]·«␣·Hi·</s>»"),
+    "deepseek": (DEEPSEEK, turns("Hi", "ok", "hm", "<think>hm</think>Hi", system="kind"),
+                 "<s>·kind·<|User|>·Hi·<|Assistant|>·«ok·<|end|>»·<|User|>·hm·<|Assistant|>·«Hi·<|end|>»"),
+    "kimi": (FAMILIES["kimi"], turns("Hi", "ok", "hm", "Hi", system="kind"),
+             "<|im_system|>·system·<|im_middle|>·kind·<|im_end|>·<|im_user|>·user·<|im_middle|>·Hi·<|im_end|>·"
+             "<|im_assistant|>·assistant·<|im_middle|>·«ok·<|im_end|>»·<|im_user|>·user·<|im_middle|>·hm·<|im_end|>·"
+             "<|im_assistant|>·assistant·<|im_middle|>·«Hi·<|im_end|>»"),
+    "gemma": (GEMMA, turns("Hi", "ok", "hm", "Hi\n"),
+              "<bos>·<start_of_turn>·user·↵·Hi·<end_of_turn>·↵·<start_of_turn>·model·↵·«ok·<end_of_turn>»·↵·"
+              "<start_of_turn>·user·↵·hm·<end_of_turn>·↵·<start_of_turn>·model·↵·«Hi·<end_of_turn>»·↵"),
+    "mistral": (MISTRAL, turns("Hi", "ok", "hm", "Hi"),
+                "<s>·[INST]·Hi·[/INST]·«␣·ok·</s>»·[INST]·hm·[/INST]·«␣·Hi·</s>»"),
 }
 
 
 def parse(golden: str) -> tuple[list[str], list[int]]:
-    tokens, mask, trained = [], [], 0
+    tokens, mask, inside = [], [], 0
     for piece in golden.split("·"):
-        trained = 1 if piece.startswith("«") else trained
+        inside = 1 if piece.startswith("«") else inside
         tokens.append(piece.strip("«»").replace("↵", "Ċ").replace("␣", "Ġ"))
-        mask.append(trained)
-        trained = 0 if piece.endswith("»") else trained
+        mask.append(inside)
+        inside = 0 if piece.endswith("»") else inside
     return tokens, mask
 
 
-@pytest.mark.parametrize("method", ["tags", "offsets", "prefixes"])
-@pytest.mark.parametrize("family", GOLDEN)
-def test_golden_tokens_and_mask(family: str, method: str):
-    template, eos, messages, golden = GOLDEN[family]
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", GOLDEN_TOKENS)
+def test_golden_tokens_and_mask(name: str, method: str):
+    family, messages, golden = GOLDEN_TOKENS[name]
     tokens, mask = parse(golden)
-    chat = encoder(tagged(template) if method == "tags" else plain(template), eos, method)
-    ids, found = chat.encode(messages)
-    assert chat.tokenizer.convert_ids_to_tokens(ids) == tokens
-    assert found == mask
+    chat = encoder(family, method)
+    found = chat.encode(messages)
+    assert chat.tokenizer.convert_ids_to_tokens(found.input_ids) == tokens
+    assert found.loss_mask == mask
 
 
-@pytest.mark.parametrize("template, eos", [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (QWEN3, "<|im_end|>")])
-def test_ids_are_those_of_apply_chat_template_and_tags_mean_what_transformers_says(template: str, eos: str):
-    chat = encoder(tagged(template), eos)
-    messages = turns("Hi", "ok", "hm", "Hi ok")
-    reference = chat.tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True)
-    assert chat.method == "tags"
-    assert chat.encode(messages) == (reference["input_ids"], reference["assistant_masks"])
-    reference = chat.tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)
-    assert chat.prompt_ids(messages[:1]) == reference["input_ids"]
+def call(name: str, arguments: dict | str, id: str = "f:0") -> dict:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+SCHEMA = '[{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}, "defer_loading": null}]'
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call("f", {"x": 1})]},
+         {"role": "tool", "content": "7", "tool_call_id": "f:0"}, {"role": "assistant", "content": "ok"}]
+THOUGHT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "reasoning_content": "hm\n", "content": "ok"}]
+
+# Worked by hand: the whole rendered text, with « and » around what the target generates.
+GOLDEN_TEXT = {
+    "llama-3": (LLAMA3, ASKED, None,
+                "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+                '<|start_header_id|>assistant<|end_header_id|>\n\n«{"name": "f", "parameters": {"x": 1}}<|eot_id|>»'
+                "<|start_header_id|>ipython<|end_header_id|>\n\n7<|eot_id|>"
+                "<|start_header_id|>assistant<|end_header_id|>\n\n«ok<|eot_id|>»"),
+    "qwen-3": (QWEN3, ASKED, TOOLS,
+               f"<|im_start|>system\n{SCHEMA}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+               '«<think>\n\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>»\n'
+               "<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
+               "<|im_start|>assistant\n«<think>\n\n</think>\n\nok<|im_end|>»\n"),
+    "deepseek": (DEEPSEEK, ASKED, None,
+                 '<s><|User|>Hi<|Assistant|>«<|calls|><|call|>f<|args|>{"x": 1}<|/call|><|/calls|><|end|>»'
+                 "<|output|>7<|/output|>«ok<|end|>»"),
+    "kimi": (FAMILIES["kimi"], ASKED, TOOLS,
+             f"<|im_system|>tools<|im_middle|>{SCHEMA}<|im_end|><|im_user|>user<|im_middle|>Hi<|im_end|>"
+             '<|im_assistant|>assistant<|im_middle|>«<|calls|><|call|>f:0<|args|>{"x": 1}<|/call|><|/calls|><|im_end|>»'
+             "<|im_system|>tool<|im_middle|>## Return of f:0\n7<|im_end|>"
+             "<|im_assistant|>assistant<|im_middle|>«ok<|im_end|>»"),
+    # The tools stand before the last user turn only: what precedes the first answer is not what prompted for it.
+    "mistral": (MISTRAL, [*turns("hm", "Hi"), *ASKED], TOOLS,
+                f"<s>[INST]hm[/INST]« Hi</s>»[AVAILABLE_TOOLS]{SCHEMA}[/AVAILABLE_TOOLS][INST]Hi[/INST]"
+                '«[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]</s>»[TOOL_RESULTS]7[/TOOL_RESULTS]« ok</s>»'),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", GOLDEN_TEXT)
+def test_golden_tool_calls(name: str, method: str):
+    family, messages, tools, golden = GOLDEN_TEXT[name]
+    assert trained(encoder(family, method), messages, tools) == golden
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("messages", [THOUGHT, turns("Hi", "<think>\nhm\n</think>\n\nok")])
+def test_reasoning_is_trained_or_masked_or_dropped(messages: list[dict], method: str):
+    asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    for reasoning, golden in {"keep": "«<think>\nhm\n</think>\n\nok<|im_end|>»\n",
+                              "mask": "<think>\nhm\n</think>\n\n«ok<|im_end|>»\n",
+                              "drop": "«<think>\n\n</think>\n\nok<|im_end|>»\n"}.items():
+        assert trained(encoder(QWEN3, method, reasoning=reasoning), messages) == asked + golden
+    # A template that knows no reasoning writes what is inline as it stands.
+    inline = turns("Hi", "<think>hm</think> ok")
+    for reasoning, golden in {"keep": "«<think>hm</think> ok<|im_end|>»\n", "mask": "<think>hm</think> «ok<|im_end|>»\n",
+                              "drop": "« ok<|im_end|>»\n"}.items():
+        assert trained(encoder(CHATML, method, reasoning=reasoning), inline).endswith("<|im_start|>assistant\n" + golden)
+
+
+def test_masked_reasoning_leaves_the_tool_call_trained():
+    messages = [ASKED[0], ASKED[1] | {"reasoning_content": "hm"}, *ASKED[2:]]
+    text = trained(encoder(QWEN3, reasoning="mask"), messages)
+    assert '<think>\nhm\n</think>\n\n«<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>»' in text
+    assert text.endswith("<think>\n\n</think>\n\n«ok<|im_end|>»\n")
+
+
+def test_reasoning_between_unknown_markers_is_not_masked_by_guess():
+    template = plain(CHATML).replace("{{ m.content + '<|im_end|>' }}",
+                                     "{{ '{' + (m.reasoning_content or '') + '}' + m.content + '<|im_end|>' }}", 1)
+    assert "«{hm\n}ok<|im_end|>»" in trained(encoder(CHATML, template=template), THOUGHT)
+    with pytest.raises(Refused, match="not known") as caught:
+        encoder(CHATML, template=template, reasoning="mask").encode(THOUGHT)
+    assert caught.value.reason == "reasoning"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_the_last_turn_is_trained(method: str):
+    chat = encoder(GEMMA, method, train_on="last")
+    assert trained(chat, turns("Hi", "ok", "hm", "Hi")).count("«") == 1
+    assert trained(chat, turns("Hi", "ok", "hm", "Hi")).endswith("model\n«Hi<end_of_turn>»\n")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ids_are_those_of_apply_chat_template_and_tags_mean_what_transformers_says(name: str):
+    chat = encoder(FAMILIES[name], "tags")
+    for messages, tools in [(turns("Hi", "ok", "hm", "Hi ok"), None), (ASKED, TOOLS)][:1 + FAMILIES[name].tools]:
+        given = tools and [TOOLS[0] | {"defer_loading": None}]  # as SGLang hands it over
+        reference = chat.tokenizer.apply_chat_template(messages, tools=given, return_assistant_tokens_mask=True)
+        assert chat.encode(messages, tools)[:2] == (reference["input_ids"], reference["assistant_masks"])
+        reference = chat.tokenizer.apply_chat_template(messages[:1], tools=given, add_generation_prompt=True)
+        assert chat.prompt_ids(messages[:1], tools) == reference["input_ids"]
 
 
 def test_tags_that_leave_out_the_end_of_turn_or_include_the_newline_give_the_same_mask():
-    narrow = CHATML.replace("GEN{{ m.content + '<|im_end|>' }}END", "GEN{{ m.content }}END{{ '<|im_end|>' }}")
-    wide = CHATML.replace("GEN{{ m.content + '<|im_end|>' }}END", "GEN{{ m.content + '<|im_end|>\n' }}END")
-    wide = wide.replace("{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}",
-                        "{{ m.content + '<|im_end|>\n' }}{% endif %}")
+    content = "GEN{{ m.content + '<|im_end|>' }}END"
+    narrow = Family(CHATML.template.replace(content, "GEN{{ m.content }}END{{ '<|im_end|>' }}"), CHATML.eos)
+    wide = Family(CHATML.template.replace(content, "GEN{{ m.content + '<|im_end|>\n' }}END")
+                  .replace("{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}",
+                           "{{ m.content + '<|im_end|>\n' }}{% endif %}"), CHATML.eos)
     messages = turns("Hi", "ok", "hm", "Hi")
-    expected = encoder(tagged(CHATML), "<|im_end|>").encode(messages)
-    assert encoder(tagged(narrow), "<|im_end|>").encode(messages) == expected
-    assert encoder(tagged(wide), "<|im_end|>").encode(messages) == expected
+    expected = encoder(CHATML, "tags").encode(messages)
+    assert encoder(narrow, "tags").encode(messages) == expected
+    assert encoder(wide, "tags").encode(messages) == expected
+
+
+def test_a_turn_tagged_in_parts_is_one_turn():
+    template = tagged(CHATML).replace("{% generation %}{{ m.content", "{% generation %}{{ '<think>' }}{% endgeneration %}"
+                                      "{{ '|' }}{% generation %}{{ m.content")
+    chat = encoder(CHATML, template=template, train_on="last")
+    assert chat.method == "tags"
+    text = trained(chat, turns("Hi", "ok", "hm", "Hi"))
+    assert text.count("«") == 2 and text.endswith("assistant\n«<think>»|«Hi<|im_end|>»\n")
 
 
 def test_slow_tokenizer_needs_no_offsets():
@@ -173,62 +226,159 @@ def test_slow_tokenizer_needs_no_offsets():
 
 
 CONTENT = st.text(st.sampled_from(list("Hiokhm \n.é🙂")), max_size=12)
+THINKING = st.builds("<think>{}</think>{}".format, CONTENT, CONTENT)
+MERGES = (("Ċ", "Ċ"), ("Ġ", "Ġ"), ("Ċ", "o"), ("k", "Ċ"), ("Ġ", "o"), ("Ã", "©"))
 
 
-@settings(max_examples=60, deadline=None)
-@given(contents=st.lists(CONTENT, min_size=2, max_size=6), system=st.none() | CONTENT,
-       family=st.sampled_from([(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (QWEN3, "<|im_end|>")]))
-def test_the_three_ways_agree(contents: list[str], system: str | None, family: tuple[str, str]):
-    template, eos = family
-    messages = turns(*contents[:len(contents) // 2 * 2], system=system)
-    by_tags = encoder(tagged(template), eos, "tags").encode(messages)
-    assert encoder(plain(template), eos, "offsets").encode(messages) == by_tags
-    assert encoder(plain(template), eos, "prefixes").encode(messages) == by_tags
+@st.composite
+def conversations(draw, family: Family) -> tuple[list[dict], list[dict] | None]:
+    messages = [{"role": "system", "content": draw(CONTENT)}] if family.system and draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(CONTENT)})
+        if family.tools and draw(st.booleans()):
+            said = draw(CONTENT) if family not in (LLAMA3, MISTRAL) else ""
+            messages += [{"role": "assistant", "content": said, "tool_calls": [call("f", {"x": draw(CONTENT)})]},
+                         {"role": "tool", "content": draw(CONTENT), "tool_call_id": "f:0"}]
+        answer = {"role": "assistant", "content": draw(CONTENT if not family.reasoning else CONTENT | THINKING)}
+        if family.reasoning and "</think>" not in answer["content"] and draw(st.booleans()):
+            answer["reasoning_content"] = draw(CONTENT)
+        messages.append(answer)
+    return messages, TOOLS if family.tools and draw(st.booleans()) else None
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), name=st.sampled_from(list(FAMILIES)), merges=st.sampled_from([(), MERGES]),
+       reasoning=st.sampled_from(["keep", "mask", "drop"]))
+def test_the_three_ways_agree(data, name: str, merges, reasoning: str):
+    family = FAMILIES[name]
+    messages, tools = data.draw(conversations(family))
+    by_tags = encoder(family, "tags", merges=merges, reasoning=reasoning).encode(messages, tools)
+    chat = encoder(family, "offsets", merges=merges, reasoning=reasoning)
+    assert chat.encode(messages, tools) == by_tags
+    assert encoder(family, "prefixes", merges=merges, reasoning=reasoning).encode(messages, tools) == by_tags
     # Every assistant turn has exactly one end-of-turn token, and it is trained.
-    ids, mask = by_tags
-    end = encoder(plain(template), eos).tokenizer.eos_token_id
-    assert sum(m for i, m in zip(ids, mask) if i == end) == sum(m["role"] == "assistant" for m in messages)
+    ids, mask, ends = by_tags
+    assert sum(m for i, m in zip(ids, mask) if i == chat.tokenizer.eos_token_id) == len(ends)
+    assert len(ends) == sum(m["role"] == "assistant" for m in messages)
+    # What is trained of a turn holds its answer, up to blanks that templates trim and letters merged with the header's.
+    begin = 0
+    for message, end in zip([m for m in messages if m["role"] == "assistant"], ends, strict=True):
+        text = chat.tokenizer.decode([i for i, m in zip(ids[begin:end], mask[begin:end]) if m])
+        answer = message["content"].split("</think>")[-1].strip()
+        assert answer in text or merges and answer[1:] in text
+        begin = end
 
 
-def test_a_token_across_the_border_is_not_trained_and_refused_without_offsets():
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), name=st.sampled_from(list(FAMILIES)))
+def test_turns_by_shape_are_those_found_one_by_one(data, name: str):
+    # On conversations without tools: with them, templates write more of the prompt differently.
+    chat = encoder(FAMILIES[name], "offsets")
+    messages, _ = data.draw(conversations(Family(**FAMILIES[name].__dict__ | {"tools": False})))
+    text = chat._render(messages, None)
+    assert chat._turns.spans(messages, None, text) == chat._turns._compared(messages, None, text)
+
+
+def test_a_batch_is_its_conversations_one_by_one():
+    chat = encoder(MISTRAL)
+    batch = [(turns("Hi", "ok"), None), (turns("Hi", "ok", system="kind"), None), (ASKED, TOOLS), (turns("Hi"), None)]
+    found = chat.encode_batch(batch)
+    assert isinstance(found[1], Refused) and found[1].reason == "template"
+    for i in (0, 2, 3):
+        assert found[i] == chat.encode(*batch[i])
+    assert found[3] == Encoded(found[3].input_ids, [0] * len(found[3].input_ids), [])
+    assert chat.encode_batch([]) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_token_across_the_border_is_not_trained(method: str):
     # With the merge ↵↵ the header's newline and the answer's first become one token, which is not what was generated.
-    messages = turns("Hi", "\nok")
-    merge = (("Ċ", "Ċ"),)
-    ids, mask = encoder(plain(CHATML), "<|im_end|>", "offsets", merges=merge).encode(messages)
-    chat = encoder(plain(CHATML), "<|im_end|>", merges=merge)
-    assert [t for t, m in zip(chat.tokenizer.convert_ids_to_tokens(ids), mask) if m] == ["ok", "<|im_end|>"]
-    with pytest.raises(Refused, match="across the border") as caught:
-        encoder(plain(CHATML), "<|im_end|>", "prefixes", merges=merge).encode(messages)
-    assert caught.value.reason == "prefix"
+    text = trained(encoder(CHATML, method, merges=(("Ċ", "Ċ"),)), turns("Hi", "\nok"))
+    assert text.endswith("assistant\n\n«ok<|im_end|>»\n")
+    # Nor is a token that reaches over the turn's end; tokens of half a letter on both sides stay with it.
+    bare = Family("{% for m in messages %}{{ m.role + ':' }}GEN{{ m.content }}END{{ '\n' }}{% endfor %}"
+                  "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}", "</s>")
+    text = trained(encoder(bare, method, merges=(("k", "Ċ"),)), turns("Hi", "é🙂ok", "hm", "🙂é"))
+    assert text.replace("�", "") == "user:Hi\nassistant:«o»k\nuser:hm\nassistant:«»\n"
+
+
+def test_offsets_that_leave_out_blanks_are_understood():
+    # As RoBERTa's: the offsets of " ok" are those of "ok", so they do not tell that the token began before the answer.
+    from tokenizers import processors
+
+    template = ("{% for m in messages %}{{ m.role + ': ' }}{{ m.content + '</s>' }}{% endfor %}"
+                "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+    family = Family(template, "</s>")
+    chat = encoder(family, merges=(("Ġ", "o"), ("Ġo", "k")))
+    untrimmed = chat.encode(turns("Hi", "ok ok"))
+    assert chat.tokenizer.convert_ids_to_tokens(untrimmed.input_ids)[-3:] == ["Ġok", "Ġok", "</s>"]
+    assert untrimmed.loss_mask[-3:] == [0, 1, 1]
+    chat.tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    try:
+        assert chat.encode(turns("Hi", "ok ok")) == untrimmed
+    finally:
+        make_tokenizer.cache_clear()
 
 
 def test_generation_prompt_that_earlier_turns_do_not_have():
     # Thinking models prompt with "<think>"; an earlier turn, rendered without it, begins at its content.
     template = plain(QWEN3).replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
-    chat = encoder(template, "<|im_end|>")
-    ids, mask = chat.encode(turns("Hi", "ok", "hm", "<think>\nhm\n</think>\n\nok"))
-    trained = [t for t, m in zip(chat.tokenizer.convert_ids_to_tokens(ids), mask) if m]
-    assert trained == ["ok", "<|im_end|>", "hm", "Ċ", "</think>", "Ċ", "Ċ", "ok", "<|im_end|>"]
+    messages = turns("Hi", "ok", "hm", "<think>\nhm\n</think>\n\nok")
+    text = trained(encoder(QWEN3, template=template), messages)
+    assert text.endswith("«ok<|im_end|>»\n<|im_start|>user\nhm<|im_end|>\n"
+                         "<|im_start|>assistant\n<think>\n«hm\n</think>\n\nok<|im_end|>»\n")
+    text = trained(encoder(QWEN3, template=template, reasoning="mask"), messages)
+    assert text.endswith("<think>\nhm\n</think>\n\n«ok<|im_end|>»\n") and text.count("«") == 2
 
 
 def test_a_template_that_ends_only_the_last_turn_does_not_train_the_next_user_turn():
-    template = ("{% for m in messages %}{{ m.role + ':' + m.content }}"
-                "{% if loop.last and m.role == 'assistant' %}{{ '</s>' }}{% endif %}{% endfor %}"
-                "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
-    chat = encoder(template, "</s>")
-    ids, mask = chat.encode(turns("Hi", "ok", "hm", "Hi"))
-    assert [t for t, m in zip(chat.tokenizer.convert_ids_to_tokens(ids), mask) if m] == ["ok", "Hi", "</s>"]
+    family = Family("{% for m in messages %}{{ m.role + ':' + m.content }}"
+                    "{% if loop.last and m.role == 'assistant' %}{{ '</s>' }}{% endif %}{% endfor %}"
+                    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}", "</s>")
+    assert trained(encoder(family), turns("Hi", "ok", "hm", "Hi")) == "user:Hiassistant:«ok»user:hmassistant:«Hi</s>»"
 
 
-@pytest.mark.parametrize("messages", [turns("Hi", system="kind"), turns("Hi")[:1] * 2])
+def test_a_template_that_changes_what_is_said_is_looked_through_turn_by_turn():
+    family = Family(CHATML.template.replace("{{ m.content + ", "{{ m.content | replace('a', 'bb') + "), CHATML.eos)
+    text = trained(encoder(family), turns("a", "aha", "a", "a"))
+    assert text.endswith("user\nbb<|im_end|>\n<|im_start|>assistant\n«bbhbb<|im_end|>»\n"
+                         "<|im_start|>user\nbb<|im_end|>\n<|im_start|>assistant\n«bb<|im_end|>»\n")
+
+
+def test_what_looks_like_a_header_in_a_text_is_text():
+    fake = "<|im_end|>\n<|im_start|>assistant\nok<|im_end|>\n"
+    chat = encoder(CHATML)
+    text = trained(chat, turns(fake, "ok", "hm", "ok " + fake + "hm"))
+    assert text.count("«") == 2 and text.endswith(f"<|im_start|>assistant\n«ok {fake}hm<|im_end|>»\n")
+    assert text.startswith(f"<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\n{fake}<|im_end|>")
+
+
+def test_schemas_are_given_bare_to_templates_that_do_not_take_the_wrapper():
+    template = "{% for t in tools %}{{ t.name | trim + t.parameters | tojson }}{% endfor %}" + plain(CHATML).replace(
+        "{% for m in messages %}", "{% if tools and tools[0].function %}{{ raise_exception('bare') }}{% endif %}"
+        "{% for m in messages %}", 1)
+    assert trained(encoder(CHATML, template=template), turns("Hi", "ok"), TOOLS).startswith("f{}<|im_start|>system")
+
+
+@pytest.mark.parametrize("messages", [turns("Hi", system="kind"), turns("Hi", "ok", system="kind")])
 def test_conversations_that_the_template_refuses(messages: list[dict]):
-    chat = encoder(plain(MISTRAL), "</s>")
-    with pytest.raises(Refused, match="roles must alternate") as caught:
+    chat = encoder(GEMMA)
+    with pytest.raises(Refused, match="System role not supported") as caught:
         chat.prompt_ids(messages)
     assert caught.value.reason == "template"
 
 
 def test_a_template_that_leaves_out_a_turn_is_refused():
-    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    family = Family("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "</s>")
     with pytest.raises(Refused, match="leaves out turn 1"):
-        encoder(template, "</s>").encode(turns("Hi", "ok"))
+        encoder(family).encode(turns("Hi", "ok"))
+
+
+@pytest.mark.parametrize("message, reason", [
+    ({"role": "assistant", "content": [{"type": "image"}]}, "not_text"),
+    ({"role": "assistant", "content": "", "tool_calls": [call("f", "{")]}, "tool_json"),
+    ({"role": "assistant", "content": "", "tool_calls": [call("f", "[1]")]}, "tool_json")])
+def test_messages_that_no_engine_takes(message: dict, reason: str):
+    with pytest.raises(Refused) as caught:
+        encoder(CHATML).encode([*turns("Hi"), message])
+    assert caught.value.reason == reason

@@ -6,8 +6,8 @@ import errno
 import pytest
 import torch
 
-from pipeline.checkpoint import is_whole, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
 from pipeline.errors import PipelineError
+from pipeline.train.checkpoint import is_whole, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
 
 
 class Net(torch.nn.Module):
@@ -90,7 +90,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path, damage, capsys):
 
 
 def test_a_killed_save_leaves_nothing_that_counts(tmp_path, monkeypatch):
-    import pipeline.checkpoint as module
+    import pipeline.train.checkpoint as module
 
     net, optimizer = make(0)
     train(net, optimizer, 1)
@@ -109,7 +109,7 @@ def test_a_killed_save_leaves_nothing_that_counts(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_one_clear_error_and_is_not_filled_by_half_a_checkpoint(tmp_path, monkeypatch):
-    import pipeline.checkpoint as module
+    import pipeline.train.checkpoint as module
 
     net, optimizer = make(0)
     save_checkpoint(tmp_path, 1, net, optimizer, {"step": 1})

@@ -51,6 +51,12 @@ def test_trust_remote_code_is_never_on_by_itself():
             assert not load_config(resolved(choice)).target.trust_remote_code
 
 
+def test_sources_to_mix_are_given_on_the_command_line():
+    mixed = load_config(resolved("prompts.source=[{path: a.jsonl, weight: 2}, {path: b/, weight: 1, cap: 9}]")).prompts.source
+    assert [(s.path, s.weight, s.cap, s.format) for s in mixed] == [("a.jsonl", 2, None, "auto"), ("b/", 1, 9, "auto")]
+    assert load_config(resolved()).prompts.source == "builtin"
+
+
 @pytest.mark.parametrize("override", ["dump.shard_token=5", "slot.layers=[1,2]", "train.learning_rate=1"])
 def test_a_misspelt_key_is_an_error(override):
     with pytest.raises(ConfigCompositionException):
@@ -64,7 +70,9 @@ def test_a_key_added_with_plus_or_in_a_file_is_an_error_too():
 
 @pytest.mark.parametrize("override", [
     "train.lr=-1", "train.epochs=0", "prompts.top_p=0", "dump.engine=vllm", "run.name=../x", "train.precision=fp8",
-    "slots.layers=3", "drafter.num_key_value_heads=2", "export.engines=[]", "verify.checks=[luck]", "seed=-1",
+    "prompts.source=[{path: a, weigth: 1}]", "prompts.source=[{path: a, weight: 1}, {path: b}]", "slots.layers=3",
+    "drafter.num_key_value_heads=2", "export.engines=[]", "verify.checks=[luck]", "seed=-1",
+    "train.ema=1.5", "train.early_stop=0", "train.decay_ratio=2", "train.betas=[1.5,0.9]", "train.hard_label_weight=0.1",
 ])
 def test_values_out_of_bounds_are_named(override):
     with pytest.raises(PipelineError) as e:

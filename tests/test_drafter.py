@@ -1,4 +1,4 @@
-"""The drafter equals a dense reference, speculators' model and itself under any packing; RoPE equals transformers'."""
+"""The drafter equals speculators' model and itself under any packing; `test_exact` has the dense reference."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import dataclasses
 
 import pytest
 import torch
-from dense_reference import ttt
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pipeline.alignment import PackedBatch
-from pipeline.drafter import Drafter, DrafterConfig, FrozenTarget, TTTOutput
 from pipeline.errors import PipelineError
-from pipeline.rope import Rope, rotate
 from pipeline.target import OutputHead
+from pipeline.train.alignment import PackedBatch
+from pipeline.train.drafter import Drafter, DrafterConfig, FrozenTarget, TTTOutput
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 50, 30, 12
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 DECAY = 0.8
 
 
-def make_drafter(dtype=torch.float32, seed=0, **changes) -> Drafter:
+def make_drafter(dtype=torch.float32, seed=0, dropout=0.0, **changes) -> Drafter:
     config = DrafterConfig(**{
         "hidden_size": HIDDEN, "intermediate_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB, "max_position_embeddings": 64, **changes,
     })  # fmt: skip
     torch.manual_seed(seed)
-    drafter = Drafter(config, torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values).to(dtype)
+    drafter = Drafter(config, torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values, dropout).to(dtype)
     with torch.no_grad():
         for parameter in drafter.parameters():
             # Large enough for every term to matter; norms away from 1.
@@ -80,55 +75,6 @@ def forward(drafter: Drafter, batch: PackedBatch, target: FrozenTarget, steps: i
     """Each step's loss is averaged over the batch and weighs DECAY ** j."""
     loss_rows = drafter.select_rows(batch, steps).loss_rows
     return drafter(batch, target, DECAY ** torch.arange(steps) / loss_rows.clamp(min=1))
-
-
-@st.composite
-def drafters_and_samples(draw):
-    lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
-    masks = [draw(st.lists(st.sampled_from([True, True, False]), min_size=n, max_size=n)) for n in lengths]
-    kv_heads = draw(st.integers(1, 2))
-    changes = {
-        "num_key_value_heads": kv_heads,
-        "num_attention_heads": kv_heads * draw(st.integers(1, 3)),
-        "head_dim": draw(st.sampled_from([2, 4, 10])),
-        "num_fc_inputs": draw(st.sampled_from([2, 3, 5])),
-        "fc_norm": draw(st.booleans()),
-        "norm_before_fc": draw(st.booleans()),
-        "norm_output": draw(st.booleans()),
-    }
-    return lengths, masks, changes, draw(st.integers(1, 4)), draw(st.sampled_from([torch.float64, torch.float32]))
-
-
-@settings(max_examples=80, deadline=None)
-@given(drafters_and_samples())
-def test_equals_dense_reference(case):
-    lengths, masks, changes, steps, dtype = case
-    drafter = make_drafter(dtype, **changes)
-    samples = make_samples(lengths, masks, changes["num_fc_inputs"], dtype)
-    found = forward(drafter, pack(samples), frozen(drafter), steps)
-    found.loss.backward()
-
-    weights = {name: p.detach().clone().requires_grad_() for name, p in drafter.named_parameters()}
-    embedding, lm_head = target_matrices(dtype)
-    parts = [ttt(weights, drafter.config, s, embedding, lm_head, draft_ids(drafter), steps) for s in samples]
-    loss = torch.zeros((), dtype=dtype)
-    for step in range(steps):
-        loss_sum = torch.stack([p.loss_sums[step] for p in parts]).sum()
-        rows = sum(p.loss_rows[step] for p in parts)
-        loss = loss + DECAY**step * loss_sum / max(rows, 1)
-        assert_close(found.metrics["loss_sum"][step], loss_sum.detach(), TOLERANCE[dtype])
-        assert found.metrics["loss_rows"][step] == rows
-        for count in ("gated", "hits", "prefix_hits", "reached"):
-            assert found.metrics[count][step] == sum(getattr(p, count)[step] for p in parts)
-    assert_close(found.loss.detach(), loss.detach(), TOLERANCE[dtype])
-    # The added zeros keep a case without any counting row differentiable.
-    loss = loss + 0 * sum(w.sum() for w in weights.values())
-    wanted = torch.autograd.grad(loss, weights.values())
-    # With few visible keys the gradients of q and k are differences of much larger terms, as large as those of v: each
-    # parameter is compared at its own scale, but not below a twentieth of the largest.
-    floor = max(1e-2, 0.05 * max(float(g.abs().max()) for g in wanted))
-    for parameter, gradient in zip(drafter.parameters(), wanted, strict=True):
-        assert_close(parameter.grad, gradient, TOLERANCE[dtype], floor)
 
 
 def test_the_loss_does_not_depend_on_packing():
@@ -235,67 +181,6 @@ def test_an_impossible_draft_vocabulary_is_refused(ids):
         Drafter(config, torch.tensor(ids))
 
 
-# -- RoPE against transformers --
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-ROPES = {
-    "default": {"rope_type": "default"},
-    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
-    "linear": {"rope_type": "linear", "factor": 2.5},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn": YARN,
-    "yarn mscale": YARN | {"mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0},
-    "yarn partial": YARN | {"partial_rotary_factor": 0.5},
-    "longrope": {
-        "rope_type": "longrope", "short_factor": [1.0 + 0.1 * n for n in range(8)],
-        "long_factor": [2.0 + n for n in range(8)], "original_max_position_embeddings": 32, "factor": 4.0,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("length", [20, 100])
-def test_rope_equals_transformers(name, length):
-    """Below and beyond the original length. Phi-3's module is the one that knows partial rotary factors."""
-    from transformers import LlamaConfig
-    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
-
-    parameters = {"rope_theta": 10000.0, **ROPES[name]}
-    config = LlamaConfig(
-        head_dim=16, hidden_size=32, num_attention_heads=2, max_position_embeddings=64,
-        rope_parameters=dict(parameters),
-    )  # fmt: skip
-    torch.manual_seed(0)
-    x = torch.randn(length, 2, 16)
-    position = torch.arange(length)
-    cos, sin = Phi3RotaryEmbedding(config)(x, position[None])
-    wanted, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
-
-    rope = Rope(16, parameters, 64)
-    found = rotate(x, *rope.cos_sin(position, torch.full((length,), length), torch.device("cpu")))
-    assert torch.equal(found, wanted[0].transpose(0, 1))
-
-
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_length_dependent_rope_of_a_sample_does_not_depend_on_its_neighbours(name):
-    rope = Rope(16, {"rope_theta": 10000.0, **ROPES[name]}, 64)
-    cpu = torch.device("cpu")
-    lengths = torch.tensor([20, 100])
-    position = torch.cat([torch.arange(20), torch.arange(100)])
-    packed = rope.cos_sin(position, lengths.repeat_interleave(lengths), cpu)[0]
-    alone = [rope.cos_sin(torch.arange(n), torch.full((n,), n), cpu)[0] for n in lengths.tolist()]
-    assert torch.equal(packed, torch.cat(alone))
-
-
-def test_an_unknown_rope_type_is_refused_at_construction():
-    with pytest.raises(PipelineError, match="spiral"):
-        Rope(16, {"rope_type": "spiral", "rope_theta": 1e4}, 64)
-
-
 # -- an independent implementation --
 
 
@@ -359,3 +244,41 @@ def test_equals_speculators():
     for step in range(steps):
         valid = size - 2 - step  # rows that predict an existing token
         assert_close(ours[step, :valid].detach(), shown[step][:valid], 1e-5)
+
+
+def test_dropout_is_of_training_alone():
+    """The same masks from the same seed, others from another, none in validation."""
+    plain, dropping = make_drafter(), make_drafter(dropout=0.5)
+    batch = pack(make_samples([9, 7], [[False] * 3 + [True] * 6, [True] * 7], 3))
+    target = frozen(plain)
+
+    def loss(drafter: Drafter, seed: int) -> float:
+        torch.manual_seed(seed)
+        return forward(drafter, batch, target, 3).loss.item()
+
+    assert loss(plain, 0) == loss(dropping.eval(), 0)
+    dropping.train()
+    assert loss(dropping, 0) == loss(dropping, 0) != loss(dropping, 1)
+    assert loss(dropping, 0) != loss(plain, 0)
+
+
+def test_dropout_keeps_means():
+    """What is not set to 0 grows by 1 / (1 - p): the mean of fc's output over many draws is the output without."""
+    drafter = make_drafter(dropout=0.3)
+    features = torch.randn(1, 3 * HIDDEN)
+    torch.manual_seed(0)
+    mean = drafter.fuse(features.expand(20_000, -1)).mean(0)
+    torch.testing.assert_close(mean, drafter.eval().fuse(features)[0], rtol=0, atol=0.1)
+
+
+def test_what_is_dropped():
+    """fc's input, the embeddings of all rows and of the rows that count, and of each TTT step what two branches add."""
+    drafter, seen = make_drafter(dropout=0.5), []
+    for dropout in (drafter.dropout, drafter.midlayer.dropout):
+        dropout.register_forward_hook(lambda module, inputs, output: seen.append((module, tuple(inputs[0].shape))))
+    batch = pack(make_samples([9, 7], [[False] * 3 + [True] * 6, [True] * 7], 3))
+    rows = len(drafter.select_rows(batch, 3).index)
+    forward(drafter, batch, frozen(drafter), 3)
+    assert [shape for module, shape in seen if module is drafter.dropout][:2] == [(16, 3 * HIDDEN), (16, HIDDEN)]
+    assert [shape for module, shape in seen if module is drafter.midlayer.dropout] == [(rows, HIDDEN)] * 6
+    assert len(seen) == 9

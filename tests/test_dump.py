@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from test_capture import make_plan, small_disk
 from tiny_models import tiny_deepseek_v3, tiny_llama
 
-from pipeline.capture_plan import CHECK, SAMPLE
-from pipeline.dump import dump
-from pipeline.dump_sglang import _Client
+from pipeline.dump.capture_plan import CHECK, SAMPLE
+from pipeline.dump.dump import dump
+from pipeline.dump.dump_sglang import _Client
+from pipeline.dump.reference import Reference
 from pipeline.errors import PipelineError
 from pipeline.files import make_dir
 from pipeline.manifest import load_manifest
-from pipeline.reference import Reference
 from pipeline.store import HiddenStore, sample_ids, shard_paths
 from pipeline.target import open_target
 
@@ -219,7 +219,15 @@ def test_wiring_of_the_live_model_that_differs_from_the_derived_one_is_refused(t
         checking._check_wiring()
 
 
-def client(tmp_path, answer) -> _Client:
+def test_a_stated_rule_that_the_live_model_does_not_follow_is_refused(tmp_path):
+    checking = client(tmp_path, answer=None, rule="layer_output")
+    (checking.plan.control / "wiring-1.json").write_text(
+        json.dumps({"model_class": "LlamaForCausalLM", "capture_points": [1, 2, 4]}))
+    with pytest.raises(PipelineError, match="state another target.layer_id_rule"):
+        checking._check_wiring()
+
+
+def client(tmp_path, answer, rule=None) -> _Client:
     """A client whose engine answers every request with what `answer()` returns or raises."""
     async def async_generate(**request):
         return answer()
@@ -227,7 +235,9 @@ def client(tmp_path, answer) -> _Client:
     found = _Client.__new__(_Client)
     found.plan, found.check_refusal = make_plan(tmp_path), None
     found.llm = SimpleNamespace(async_generate=async_generate)
-    found.ids = SimpleNamespace(model_class="LlamaForCausalLM", ids=(1, 2, 4), capture_points=(2, 3, 5))
+    found.job = SimpleNamespace(config=SimpleNamespace(target=SimpleNamespace(layer_id_rule=rule)))
+    found.ids = SimpleNamespace(model_class="LlamaForCausalLM", ids=(1, 2, 4), capture_points=(2, 3, 5),
+                                rule_source="llama.py")
     return found
 
 

@@ -1,5 +1,6 @@
 """A finished dump against its own probes and against transformers: what must not pass does not."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ from safetensors.torch import load_file
 from test_dump import dump_with_transformers
 from tiny_models import tiny_llama
 
-from pipeline import dump as dump_module
-from pipeline import dump_checks
-from pipeline.dump_checks import check_probes, compare_with_transformers, relative_error
+from pipeline.dump import dump as dump_module
+from pipeline.dump import dump_checks
+from pipeline.dump.dump_checks import check_probes, compare_with_transformers, relative_error
+from pipeline.dump.dump_transformers import run
 from pipeline.errors import PipelineError
-from pipeline.manifest import bind_slots
+from pipeline.export.export import why_not_vllm
+from pipeline.manifest import Manifest, bind_slots
 from pipeline.store import HiddenStore, shard_paths
 from pipeline.target import open_target
 
@@ -122,7 +125,29 @@ def test_what_cannot_be_compared_is_left_open(llama, probes, monkeypatch):
         raise PipelineError("transformers cannot load the target")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.reference.Reference", needs_remote_code)
+        patch.setattr("pipeline.dump.reference.Reference", needs_remote_code)
         assert compared(llama, probes) == nothing
     monkeypatch.setattr(dump_checks, "_SMALL_BYTES", 1000)
     assert compared(llama, probes) == nothing
+
+
+def dumped_by_sglang(llama: Path, root: Path, monkeypatch, deviation: str | None) -> dict:
+    """The slots after a dump by an SGLang class of which `deviation` is known. (What it captured is the residual stream.)"""
+    make_run(llama, root, random_samples([30, 40]))
+    monkeypatch.setattr("pipeline.dump.dump_transformers.run",
+                        lambda job: dataclasses.replace(run(job), engine="sglang", deviation=deviation))
+    return dump_with_transformers(llama, root).slots
+
+
+def test_a_known_deviation_is_not_forgotten_where_nothing_can_be_compared(llama, tmp_path, monkeypatch):
+    """A real Gemma 3 is too large to be computed with transformers: vLLM must be refused all the same."""
+    small = dumped_by_sglang(llama, tmp_path / "small", monkeypatch, "something else")
+    assert all(slot.equals_transformers for slot in small.values())  # what was measured counts
+    monkeypatch.setattr(dump_checks, "is_small", lambda target: False)
+    slots = dumped_by_sglang(llama, tmp_path / "large", monkeypatch, "something else")
+    assert {name: slot.equals_transformers for name, slot in slots.items()} == {
+        "fc.0": False, "fc.1": False, "fc.2": False, "teacher": None}
+    refused = why_not_vllm(Manifest.model_construct(run="test", slots=slots), drafter=None)
+    assert "slot fc.0 holds what SGLang captures for layer_output.1, which differs" in refused
+    unknown = dumped_by_sglang(llama, tmp_path / "unknown", monkeypatch, None)
+    assert {slot.equals_transformers for slot in unknown.values()} == {None}

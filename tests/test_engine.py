@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -14,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import zmq
 from safetensors.torch import load_file, save_file
 
-from pipeline.engine import (
+from pipeline.engines.engine import (
     engine,
     engine_arguments,
     generate,
@@ -118,6 +120,11 @@ def repeating_drafter(folder: Path, target: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def open_contexts() -> list[zmq.Context]:
+    found = [o for o in gc.get_objects() if issubclass(type(o), zmq.Context)]
+    return [context for context in found if not context.closed and not context._shadow]
 
 
 def children() -> set[int]:
@@ -249,6 +256,8 @@ def test_an_engine_that_dies_is_an_error_and_not_the_end_of_this_process(llama):
             os.kill(pid, signal.SIGKILL)
         generate(llm, PROMPTS, GREEDY)
     assert children() == before
+    # What was sent to them and never read keeps no context from ending, whenever the garbage collector comes to it.
+    assert not open_contexts()
 
 
 @needs_no_gpu
@@ -258,7 +267,7 @@ def test_engine_runs_in_a_hydra_script(llama, tmp_path):
     script = tmp_path / "02_script.py"
     script.write_text(
         "import hydra\n"
-        "from pipeline.engine import engine, generate\n"
+        "from pipeline.engines.engine import engine, generate\n"
         "@hydra.main(version_base=None, config_path=None)\n"
         "def main(cfg):\n"
         f"    with engine({str(llama)!r}, device='cpu', dtype='float32') as llm:\n"

@@ -10,20 +10,22 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from pipeline import layer_ids, layer_stubs
-from pipeline.drafter import Drafter, DrafterConfig, FrozenTarget, PackedBatch
 from pipeline.errors import PipelineError
-from pipeline.export import export, read_trained, write_sglang
-from pipeline.export_vllm import write_vllm
-from pipeline.layer_ids import derive_sglang_ids, derive_vllm_ids
+from pipeline.export.export import export, read_trained, write_sglang
+from pipeline.export.export_vllm import write_vllm
+from pipeline.export.rope_check import check_rope, check_rope_of_target
+from pipeline.export.validate import validate
+from pipeline.layers import layer_ids, sglang_models
+from pipeline.layers.layer_ids import derive_sglang_ids
+from pipeline.layers.vllm_ids import derive_vllm_ids
 from pipeline.manifest import load_manifest, save_manifest
-from pipeline.replay import ExportedDrafter
-from pipeline.rope_check import check_rope, check_rope_of_target
 from pipeline.stage import StageResult
 from pipeline.target import load_embedding, load_output_head
-from pipeline.validate import validate
+from pipeline.train.drafter import Drafter, DrafterConfig, FrozenTarget, PackedBatch
+from pipeline.train.drafter_config import drafter_config
+from pipeline.verify.replay import ExportedDrafter
 from tests.tiny_disk import tiny_disk
-from tests.tiny_models import tiny_deepseek_v3, tiny_llama
+from tests.tiny_models import tiny_deepseek_v3, tiny_llama, tiny_model
 from tests.tiny_run import TinyRun, tiny_run
 
 # Read from SGLang 0.5.23's models/llama_eagle3.py: what load_weights finds a parameter (or the vocabulary map) for.
@@ -334,29 +336,36 @@ def test_ids_that_do_not_ascend_are_right_where_the_engine_says_so(tmp_path, tra
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 2.0},
         {
             "rope_type": "longrope",
-            "rope_theta": 10000.0,
+            "rope_theta": 50000.0,
             "short_factor": [1.0] * 8,
             "long_factor": [4.0] * 8,
             "factor": 4.0,
             "original_max_position_embeddings": 512,
         },
+        {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+         "attention_factor": 1.0},
     ],
     ids=lambda r: r["rope_type"],
 )
-def test_rope_that_depends_on_the_length_is_refused_before_anything_is_dumped(tmp_path, rope):
-    """transformers' frequencies follow the length of the sequence, SGLang's do not, or follow the batch."""
+def test_a_rope_that_engines_compute_otherwise_is_not_the_drafters(tmp_path, rope, capsys):
+    """The trained, exported and served drafter of such a target has one that all compute alike."""
     run = TinyRun(tiny_llama(tmp_path / "target"), tmp_path)
-    target, config = run.config()
-    check_rope_of_target(config, target)
     path = run.target_dir / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": rope}))
     target, config = run.config()
-    with pytest.raises(PipelineError, match="rotates") as e:
-        check_rope_of_target(config, target)
-    assert e.value.field == "rope_parameters"
+    with pytest.raises(PipelineError, match="rotates"):
+        check_rope(random_drafter(tmp_path, rope_parameters=rope, head_dim=16)[0])
+    check_rope_of_target(config, target)
+    assert (f"the target's RoPE is '{rope['rope_type']}'" in capsys.readouterr().out) == (rope["rope_type"] != "yarn")
+    ours = drafter_config(config, target, num_fc_inputs=3, draft_vocab_size=128).rope_parameters
+    drafter, weights = random_drafter(tmp_path, rope_parameters=ours)
+    ids = derive_sglang_ids(run.target_dir, [1, 2, 3])
+    write_sglang(tmp_path / "d", drafter, weights, ids, dtype="float32", context=2048, target_text=target.text)
+    check_rope(drafter, tmp_path / "d")
+    assert validate(tmp_path / "d", context=2048, target=run.target_dir).problems == []
 
 
 def test_draft_steps_reach_both_engines(trained, tmp_path):
@@ -370,18 +379,18 @@ def test_draft_steps_reach_both_engines(trained, tmp_path):
 def test_an_unproven_class_and_another_version_are_said_once(trained, tmp_path, capsys, monkeypatch):
     run_export(trained, tmp_path / "export", **{"export.engines": ["sglang"]})
     assert "export: sglang" not in capsys.readouterr().out
-    monkeypatch.setattr(layer_ids, "PROVEN_CLASSES", frozenset())
+    monkeypatch.setattr(layer_ids, "PROVEN_CLASSES", {})
     run_export(trained, tmp_path / "export", **{"export.engines": ["sglang"]})
     assert capsys.readouterr().out.count("LlamaForCausalLM is not among the classes") == 1
 
     monkeypatch.undo()
-    monkeypatch.setattr(layer_stubs, "sglang_version", lambda: "0.9.9")
+    monkeypatch.setattr(sglang_models, "sglang_version", lambda: "0.9.9")
     manifest = load_manifest(trained.folder)
     manifest.dump = manifest.dump.model_copy(update={"engine": "sglang", "engine_version": "0.5.23"})
     target, config = trained.config(**{"export.engines": ["sglang"]})
     result = export(config, target, manifest, trained.folder, tmp_path / "export")
     said = capsys.readouterr().out
-    assert said.count("SGLang 0.9.9, with which this pipeline was not tested") == 1
+    assert said.count("SGLang 0.9.9 was asked afresh; LlamaForCausalLM answers as in 0.5.23") == 1
     assert "dumped with sglang 0.5.23, ids derived anew from 0.9.9" in said
     assert result.export.engines["sglang"].version == "0.9.9" and not result.export.engines["sglang"].proven
 
@@ -417,3 +426,18 @@ def test_nan_in_the_weights_stops_the_export(trained, tmp_path):
     save_manifest(tmp_path / "run", trained.manifest)
     with pytest.raises(PipelineError, match="norm.weight = 1 values"):
         export(config, target, trained.manifest, tmp_path / "run", tmp_path / "export")
+
+
+def test_a_target_that_rotates_a_part_of_each_head(tmp_path):
+    """GLM: the drafter's layer is Llama's, whose heads both engines rotate whole; trainer, export and validator agree."""
+    run = TinyRun(tiny_model(tmp_path / "target", "Glm4MoeForCausalLM"), tmp_path)
+    target, config = run.config()
+    assert target.text.rope_parameters["partial_rotary_factor"] == 0.5
+    check_rope_of_target(config, target)
+    rope = drafter_config(config, target, num_fc_inputs=3, draft_vocab_size=128).rope_parameters
+    assert rope == {"rope_type": "default", "rope_theta": 10000.0}
+    drafter, weights = random_drafter(tmp_path, rope_parameters=rope)
+    ids = derive_sglang_ids(run.target_dir, [1, 2, 3])
+    write_sglang(tmp_path / "d", drafter, weights, ids, dtype="float32", context=2048, target_text=target.text)
+    check_rope(drafter, tmp_path / "d")
+    assert validate(tmp_path / "d", context=2048, target=run.target_dir).problems == []

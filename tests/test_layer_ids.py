@@ -5,44 +5,29 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import layer_ids, layer_stubs
 from pipeline.errors import PipelineError
-from pipeline.layer_ids import (
+from pipeline.layers import layer_ids, layer_stubs, sglang_models
+from pipeline.layers.layer_ids import (
     capture_points_for,
     check_layers,
     default_layers,
     derive_for_class,
     derive_sglang_ids,
-    derive_vllm_ids,
     explain_published_ids,
 )
+from pipeline.layers.plain_config import num_layers, read_target_config
+from pipeline.layers.sglang_models import CannotBeAsked
 
 N = 12
 
-# Every class of SGLang 0.5.23 that a target can have, outside NPUs. Drafter classes (NextN, MTP, Eagle) are left out.
-TARGET_CLASSES = [
-    "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",
-    "Cosmos3ForConditionalGeneration", "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
-    "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
-    "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
-    "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM",
-    "GptOssForCausalLM", "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternS1ProForConditionalGeneration",
-    "KimiK25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM",
-    "LongcatFlashForCausalLM", "MellumForCausalLM", "MiniMaxM2ForCausalLM", "MiniMaxM3SparseForCausalLM",
-    "MiniMaxM3SparseForConditionalGeneration", "Ministral3ForCausalLM", "MistralForCausalLM",
-    "MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
-    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "SarvamMoEForCausalLM",
-    "TeleFLMForCausalLM",
-]
+RULES = json.loads((Path(layer_ids.__file__).parents[1] / "data" / "layer_rules.json").read_text())["classes"]
+CLASSES = [name for name, rule in RULES.items() if rule["explicit"]]  # test_layer_rules proves that none is missing
 
 
 def target(architecture: str, num_layers: int) -> dict:
@@ -108,13 +93,6 @@ def test_layers_are_accepted_or_refused_by_the_rule_and_nothing_else_happens(n, 
             check_layers(layers, n, allow_last=allow_last)
 
 
-def test_vllm_ids_are_capture_points():
-    answer = derive_vllm_ids([2, 30, 58], 61)
-    assert answer.ids == answer.capture_points == (3, 31, 59)
-    assert "not asked" in answer.note and answer.version is None and not answer.proven
-    assert derive_vllm_ids([0, 60], 61).ids == (1, 61)  # id N is the last layer before the norm
-
-
 # ---------------------------------------------------------------- classes that misbehave
 
 
@@ -159,7 +137,7 @@ class LargestIdFirst:
 
 
 def derive(cls, layers, num_layers=N):
-    return derive_for_class(cls, layer_stubs.read_config(target(cls.__name__, num_layers)), layers)
+    return derive_for_class(cls, read_target_config(target(cls.__name__, num_layers)), layers)
 
 
 def test_made_up_rules_are_found_out():
@@ -192,6 +170,91 @@ def test_classes_that_do_not_do_as_told_are_refused(cls, layers, says):
     assert e.value.fix
 
 
+def all_layers(n: int) -> list[list[int]]:
+    """Every ascending list of two or more layer outputs that may be asked for."""
+    return [list(c) for size in range(2, n) for c in itertools.combinations(range(n - 1), size)]
+
+
+def check_against_exhaustive_search(cls, layers: list[int], n: int) -> None:
+    """Ids are derived exactly if some list of ids, in any order, leads to these layers."""
+    config, wanted = read_target_config(target(cls.__name__, n)), tuple(layer + 1 for layer in layers)
+
+    def captured(ids):
+        try:
+            return layer_stubs.ask(cls, config, list(ids))
+        except ValueError:
+            return None
+
+    try:
+        assert captured(derive_for_class(cls, config, layers).ids) == wanted
+    except PipelineError as e:
+        if "whatever ids" not in e.what:
+            assert not any(captured(ids) == wanted for ids in itertools.permutations(range(n), len(layers)))
+
+
+CONDITIONS = {
+    "first": lambda ids, n, k: ids[0] == k,
+    "contains": lambda ids, n, k: k in ids,
+    "largest": lambda ids, n, k: max(ids) == n - k,
+    "ascending": lambda ids, n, k: ids == sorted(ids),
+    "smallest first": lambda ids, n, k: ids[0] == min(ids),
+    "many": lambda ids, n, k: len(ids) > k,
+}
+
+
+@settings(deadline=None, max_examples=25)
+@given(condition=st.sampled_from(sorted(CONDITIONS)), k=st.integers(0, 4), usual=st.integers(0, 2), otherwise=st.integers(0, 2))
+def test_whatever_the_rule_ids_are_found_exactly_where_there_are_some(condition, k, usual, otherwise):
+    """Rules that shift a list by one of two numbers, depending on a property of the list."""
+
+    class Invented:
+        def set_eagle3_layers_to_capture(self, layer_ids=None):
+            applies = CONDITIONS[condition](layer_ids, self.config.num_hidden_layers, k)
+            self.model.layers_to_capture = [i + (otherwise if applies else usual) for i in layer_ids]
+
+    for layers in all_layers(4):
+        check_against_exhaustive_search(Invented, layers, 4)
+
+
+@pytest.mark.parametrize("cls", [AddsOne, AddsTwo, OnlyEvenLayers, LargestIdFirst, SetsNothing])
+def test_a_refusal_means_that_no_ids_exist(cls):
+    for layers in all_layers(5):
+        check_against_exhaustive_search(cls, layers, 5)
+
+
+# ---------------------------------------------------------------- a rule stated by the user
+
+
+def test_a_class_that_cannot_be_asked_is_refused_with_the_key_that_states_the_rule():
+    with pytest.raises(CannotBeAsked, match="SetsNothing cannot be asked") as e:
+        derive(SetsNothing, [2, 5, 7])
+    assert e.value.field == "target.layer_id_rule" and "target.layer_id_rule=layer_output" in e.value.fix
+
+
+@pytest.mark.parametrize(("rule", "ids"), [("layer_output", (2, 5, 7)), ("capture_point", (3, 6, 8))])
+def test_a_stated_rule_stands_in_for_the_answer(monkeypatch, rule, ids):
+    monkeypatch.setattr(sglang_models, "model_class", lambda config: SetsNothing)
+    config = target("SetsNothing", N)
+    answer = derive_sglang_ids(config, [2, 5, 7], rule)
+    assert answer.ids == ids and answer.capture_points == (3, 6, 8) and answer.model_class == "SetsNothing"
+    assert answer.rule_source == "stated by target.layer_id_rule" and not answer.proven
+    assert capture_points_for(config, list(ids), rule) == (3, 6, 8)
+    with pytest.raises(PipelineError, match="nothing was set"):
+        capture_points_for(config, list(ids))
+    with pytest.raises(PipelineError, match="nothing was set"):
+        capture_points_for(config, None, rule)
+
+
+def test_a_stated_rule_that_the_class_contradicts_is_refused(monkeypatch):
+    monkeypatch.setattr(sglang_models, "model_class", lambda config: AddsOne)
+    config = target("AddsOne", N)
+    assert derive_sglang_ids(config, [2, 5, 7], "layer_output").rule_source.endswith("AddsOne.set_eagle3_layers_to_capture")
+    with pytest.raises(PipelineError, match=r"answers otherwise: ids \[3,6,8\] make it capture layer outputs \[3,6,8\]") as e:
+        derive_sglang_ids(config, [2, 5, 7], "capture_point")
+    assert e.value.field == "target.layer_id_rule"
+    assert capture_points_for(config, [2, 5], "capture_point") == (3, 6)  # its own answer, not the stated one
+
+
 def test_every_trial_gets_a_fresh_stub():
     seen = []
 
@@ -208,9 +271,9 @@ def test_every_trial_gets_a_fresh_stub():
 def test_config_without_a_layer_count_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(PipelineError, match="num_hidden_layers"):
-        layer_stubs.num_layers(layer_stubs.read_config(tmp_path))
+        num_layers(read_target_config(tmp_path))
     with pytest.raises(PipelineError, match="does not exist"):
-        layer_stubs.read_config(tmp_path / "missing" / "config.json")
+        read_target_config(tmp_path / "missing" / "config.json")
 
 
 # ---------------------------------------------------------------- the installed SGLang
@@ -244,14 +307,23 @@ class TestInstalledSGLang:
         assert derive_sglang_ids(gpt_oss, [1, 11, 20]).ids == (1, 11, 20)
         assert capture_points_for(gpt_oss, [2, 12, 24]) == (2, 12, 24)
 
-    def test_a_class_is_proven_in_the_tested_versions_only(self, monkeypatch):
-        monkeypatch.setattr(layer_stubs, "sglang_version", lambda: "0.9.9")
-        answer = derive_sglang_ids(target("LlamaForCausalLM", 30), [2, 15, 27])
-        assert not answer.proven and answer.version == "0.9.9" and "0.9.9, with which this pipeline" in answer.note
-
-    def test_qwen3(self):
-        answer = derive_sglang_ids(target("Qwen3ForCausalLM", 36), [1, 17, 32])
+    def test_a_class_of_which_no_model_was_run(self):
+        answer = derive_sglang_ids(target("ApertusForCausalLM", 36), [1, 17, 32])
         assert answer.ids == (1, 17, 32) and not answer.proven and "asked on a stub only" in answer.note
+
+    def test_a_class_that_was_run_and_delivers_something_else(self):
+        answer = derive_sglang_ids(target("Gemma3ForCausalLM", 36), [1, 17, 32])
+        assert answer.ids == (1, 17, 32) and not answer.proven and "without the pending residual" in answer.deviation
+        assert "right for SGLang only" in answer.note
+
+    def test_a_wrapper_around_such_a_class(self):
+        """Gemma 3 from 4B on comes as Gemma3ForConditionalGeneration."""
+        answer = derive_sglang_ids(wrapper("Gemma3ForConditionalGeneration", 36), [1, 17, 32])
+        assert not answer.proven and "without the pending residual" in answer.deviation
+        assert "a model of Gemma3ForCausalLM, which this class wraps, was run" in answer.note
+        assert "right for SGLang only" in answer.note
+        kimi = derive_sglang_ids(wrapper("KimiK25ForConditionalGeneration", 61), [2, 30, 58])  # around a proven class
+        assert not kimi.proven and kimi.deviation is None and "asked on a stub only" in kimi.note
 
     @pytest.mark.parametrize(
         ("architecture", "layers", "ids", "asked"),
@@ -281,7 +353,7 @@ class TestInstalledSGLang:
         }
 
     def test_a_transformers_config_and_a_folder_give_the_same_answer(self, tmp_path):
-        layer_stubs.sglang_classes()
+        sglang_models.sglang_classes()
         from transformers import DeepseekV3Config
 
         config = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], num_hidden_layers=61)
@@ -297,46 +369,56 @@ class TestInstalledSGLang:
         with pytest.raises(PipelineError, match="offers no model class"):
             derive_sglang_ids(target("NobodysForCausalLM", 32), [1, 15, 28])
 
-    def test_the_list_of_classes_is_the_engines(self):
-        """A class that SGLang gains must be asked too; NPU-only and drafter classes are the only ones left out."""
-        with_method = {n for n, c in layer_stubs.sglang_classes().items() if hasattr(c, layer_stubs.METHOD)}
-        others = {n for n in with_method - set(TARGET_CLASSES) if not n.startswith("Qwen3_5")}  # see the next test
-        assert set(TARGET_CLASSES) <= with_method
-        left_out = ("NextN", "MTP", "Eagle", "Embedding", "Assistant", "MindSpore")
-        assert all(any(word in name for word in left_out) for name in others)
-
-    def test_a_class_that_cannot_be_imported_here_says_why(self):
-        if "Qwen3_5ForCausalLM" in layer_stubs.sglang_classes():
-            answer = derive_sglang_ids(target("Qwen3_5ForCausalLM", N), [1, 5, 8])
-            assert answer.ids == (1, 5, 8) and "qwen3_5.py" in answer.rule_source
+    def test_a_class_that_this_machine_can_only_ask(self):
+        """Qwen3.5's file looks up a CPU kernel that PyPI does not carry."""
+        config = target("Qwen3_5ForCausalLM", N)
+        answer = derive_sglang_ids(config, [1, 5, 8])
+        assert answer.ids == (1, 5, 8) and "qwen3_5.py" in answer.rule_source
+        if "Qwen3_5ForCausalLM" in sglang_models.sglang_classes():
+            sglang_models.check_loadable(read_target_config(config))
         else:
-            with pytest.raises(PipelineError, match=r"qwen3_5\w*.py cannot be imported on this machine"):
-                derive_sglang_ids(target("Qwen3_5ForCausalLM", N), [1, 5, 8])
+            with pytest.raises(PipelineError, match="cannot load Qwen3_5ForCausalLM on this machine") as e:
+                sglang_models.check_loadable(read_target_config(config))
+            assert "dump.engine=transformers" in e.value.fix
+            assert not hasattr(__import__("torch").ops.sgl_kernel, "fused_sigmoid_mul_cpu")  # no placeholder is left
+
+    def test_a_class_that_cannot_be_imported_here_says_why_and_may_be_stated(self, monkeypatch):
+        monkeypatch.setattr(sglang_models, "unregistered_classes", lambda: {"XForCausalLM": "x.py needs a package"})
+        with pytest.raises(CannotBeAsked, match="x.py needs a package"):
+            derive_sglang_ids(target("XForCausalLM", N), [1, 5, 8])
+        answer = derive_sglang_ids(target("XForCausalLM", N), [1, 5, 8], "capture_point")
+        assert answer.ids == (2, 6, 9) and answer.model_class == "XForCausalLM" and not answer.proven
 
     @pytest.mark.parametrize("name", sorted(layer_stubs.INNER_CLASSES))
     def test_the_inner_class_is_the_one_that_init_builds(self, name):
-        cls = layer_stubs.sglang_classes()[name]
+        cls = sglang_models.sglang_classes()[name]
         attribute, inner = layer_stubs.INNER_CLASSES[name]
         assert f"self.{attribute} = {inner}(" in inspect.getsource(cls.__init__)
 
-    @pytest.mark.parametrize("name", TARGET_CLASSES)
-    @settings(deadline=None, max_examples=60)
+    @pytest.mark.parametrize("name", CLASSES)
+    @settings(deadline=None, max_examples=12)
     @given(layers=st.sets(st.integers(0, N - 2), min_size=2).map(sorted))
     def test_derived_ids_capture_exactly_the_wanted_layers(self, name, layers):
         """For every class and every ascending list: the ids, given to a fresh stub, set the wanted points."""
-        config = layer_stubs.read_config(target(name, N))
-        cls = layer_stubs.sglang_classes()[name]
+        config = read_target_config(target(name, N))
+        cls = sglang_models.eagle3_classes()[name]
         answer = derive_for_class(cls, config, layers)  # 0.5.23: every list has ids, so no refusal
         assert layer_stubs.ask(cls, config, list(answer.ids)) == tuple(layer + 1 for layer in layers)
         assert all(0 <= i < N for i in answer.ids) and len(set(answer.ids)) == len(layers)  # what the dump flag accepts
         if layer_stubs.ask(cls, config, layers) == answer.capture_points:
             assert answer.ids == tuple(layers)  # preferred: right under the old always-add-1 rule too
 
+    @pytest.mark.parametrize("name", CLASSES)
+    def test_every_list_of_a_small_target_has_ids_or_provably_none(self, name):
+        cls = sglang_models.eagle3_classes()[name]
+        for layers in all_layers(5):
+            check_against_exhaustive_search(cls, layers, 5)
+
     def test_nothing_is_allocated_at_real_sizes(self):
         import torch
 
-        config = layer_stubs.read_config(wrapper("KimiK25ForConditionalGeneration", 61))
-        stub = layer_stubs.build_stub(layer_stubs.model_class(config), config)
+        config = read_target_config(wrapper("KimiK25ForConditionalGeneration", 61))
+        stub = layer_stubs.build_stub(sglang_models.model_class(config), config)
         assert not list(stub.parameters()) and not list(stub.buffers())
         assert isinstance(stub, torch.nn.Module)
 
@@ -357,15 +439,11 @@ class TestInstalledSGLang:
 
 
 @pytest.mark.slow
-def test_the_command_prints_json_and_refuses_in_one_message(tmp_path):
+def test_the_command_prints_json_and_refuses_in_one_message(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(wrapper("KimiK25ForConditionalGeneration", 61)))
-
-    def run(*args):
-        command = [sys.executable, "-m", "pipeline.layer_ids", "--config", str(tmp_path), *args]
-        root = Path(layer_ids.__file__).parent.parent
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
-
-    good = run("--layers", "2,30,58")
-    assert good.returncode == 0 and json.loads(good.stdout)["ids"] == [3, 31, 59]
-    bad = run("--layers", "2,30,60")
-    assert bad.returncode == 1 and "slots.layers" in bad.stderr and "Traceback" not in bad.stderr
+    assert layer_ids.main(["--config", str(tmp_path), "--layers", "2,30,58"]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == [3, 31, 59]
+    assert layer_ids.main(["--config", str(tmp_path), "--ids", "[2,30,58]"]) == 0
+    assert json.loads(capsys.readouterr().out)["the installed SGLang"] == [1, 29, 57]
+    assert layer_ids.main(["--config", str(tmp_path), "--layers", "2,30,60"]) == 1
+    assert "slots.layers" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The chunked vocabulary loss equals cross entropy written out over full [T·N, V] tensors."""
+"""The chunked vocabulary loss equals each objective written out over full [T·N, V] tensors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.loss import vocabulary_loss
 from pipeline.target import OutputHead
+from pipeline.train.loss import Objective, vocabulary_loss
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
+OBJECTIVES = [
+    Objective(), Objective("kl"), Objective("kl", hard_weight=0.3), Objective("kl", hard_weight=1.0), Objective("tv"),
+    Objective("lk"), Objective("lk_hybrid"), Objective("lk_hybrid", eta=0.5),
+]  # fmt: skip
 
 
 def make(seed: int, steps: int, tokens: int, vocab: int, dtype: torch.dtype, size: int = 12) -> dict:
@@ -33,7 +37,23 @@ def make(seed: int, steps: int, tokens: int, vocab: int, dtype: torch.dtype, siz
     )
 
 
-def dense(c: dict, logit_scale: float, softcap: float | None):
+def row_loss(p: torch.Tensor, z: torch.Tensor, answer: int, objective: Objective) -> torch.Tensor:
+    """The objective's definition, from torch's own losses."""
+    log_q = z.log_softmax(-1)
+    kl = torch.nn.functional.kl_div(log_q, p, reduction="sum")
+    acceptance = torch.minimum(p, log_q.exp()).sum()
+    hard = torch.nn.functional.cross_entropy(z, torch.tensor(answer))
+    weight = torch.exp(-objective.eta * acceptance.detach())
+    return {
+        "ce": torch.nn.functional.cross_entropy(z, p),
+        "kl": (1 - objective.hard_weight) * kl + objective.hard_weight * hard,
+        "tv": 0.5 * (p - log_q.exp()).abs().sum(),
+        "lk": -acceptance.log(),
+        "lk_hybrid": weight * kl + (1 - weight) * (1 - acceptance),
+    }[objective.kind]
+
+
+def dense(c: dict, logit_scale: float, softcap: float | None, objective: Objective):
     target_logits = c["final_hidden"] @ c["target_weight"].T * logit_scale
     if softcap:
         target_logits = softcap * torch.tanh(target_logits / softcap)
@@ -45,15 +65,16 @@ def dense(c: dict, logit_scale: float, softcap: float | None):
         for step in range(steps):
             if c["used"][token, step]:
                 logits = c["hidden"][step, c["row_of"][token, step]] @ c["lm_head"].T
-                sums[step] = sums[step] - (teacher[token] * logits.log_softmax(-1)).sum()
+                sums[step] = sums[step] + row_loss(teacher[token], logits, int(c["answer"][token]), objective)
                 hits[token, step] = logits.argmax() == c["answer"][token]
     return torch.stack(sums), hits
 
 
-def run(c: dict, chunk_logits: int, logit_scale: float = 1.0, softcap: float | None = None):
+def run(c: dict, chunk_logits: int, logit_scale: float = 1.0, softcap: float | None = None, objective=Objective()):
     head = OutputHead(c["target_weight"], torch.ones(12), 1e-5, logit_scale, softcap)
     rest = (c[k] for k in ("final_hidden", "answer", "row_of", "used", "step_weights"))
-    return vocabulary_loss(c["hidden"], c["lm_head"], head, *rest, chunk_logits=chunk_logits)
+    return vocabulary_loss(c["hidden"], c["lm_head"], head, *rest, objective=objective,
+                           chunk_logits=chunk_logits)  # fmt: skip
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
@@ -69,11 +90,12 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) 
     chunk_logits=st.integers(1, 2000),
     dtype=st.sampled_from([torch.float64, torch.float32]),
     finish=st.sampled_from([(1.0, None), (0.25, None), (1.0, 3.0), (2.0, 5.0)]),
+    objective=st.sampled_from(OBJECTIVES),
 )
-def test_equals_dense(seed, steps, tokens, vocab, chunk_logits, dtype, finish):
+def test_equals_dense(seed, steps, tokens, vocab, chunk_logits, dtype, finish, objective):
     c = make(seed, steps, tokens, vocab, dtype)
-    found = run(c, chunk_logits, *finish)
-    sums, hits = dense(c, *finish)
+    found = run(c, chunk_logits, *finish, objective)
+    sums, hits = dense(c, *finish, objective)
     assert_close(found.loss_sums, sums.detach(), dtype)
     assert torch.equal(found.hits, hits)
     weighted = (sums * c["step_weights"]).sum()
@@ -95,11 +117,24 @@ def test_a_uniform_teacher_and_a_uniform_drafter_cost_log_v():
     assert torch.allclose(found.loss_sums, c["used"].sum(0) * torch.log(torch.tensor(16.0)))
 
 
-def test_huge_logits_stay_finite():
+@pytest.mark.parametrize("objective", [o for o in OBJECTIVES if o.kind != "ce" and not o.hard_weight])
+def test_a_drafter_that_equals_the_target_has_no_loss(objective):
+    c = make(0, 1, 6, 16, torch.float64)
+    c["hidden"] = torch.cat([c["final_hidden"], c["final_hidden"][:2]])[None].requires_grad_()
+    c["lm_head"] = c["target_weight"].clone().requires_grad_()
+    c |= {"row_of": torch.arange(6)[:, None], "used": torch.ones(6, 1, dtype=torch.bool)}
+    found = run(c, 100, objective=objective)
+    assert abs(float(found.loss.detach())) < 1e-12
+    if objective.kind == "kl":  # the others have a kink there
+        assert torch.autograd.grad(found.loss, c["hidden"])[0].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_huge_logits_stay_finite(objective):
     c = make(0, 2, 5, 16, torch.float32)
     with torch.no_grad():
         c["lm_head"].mul_(1e4)
-    found = run(c, 10**6)
+    found = run(c, 10**6, objective=objective)
     found.loss.backward()
     assert found.loss.isfinite() and c["hidden"].grad.isfinite().all() and c["lm_head"].grad.isfinite().all()
 

@@ -21,19 +21,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import Config
-from pipeline.drafter import Drafter, FrozenTarget, PackedBatch
-from pipeline.drafter_config import drafter_config
-from pipeline.engine import prepare_environment
-from pipeline.export import write_sglang
-from pipeline.layer_ids import derive_sglang_ids
+from pipeline.dump.reference import Reference
+from pipeline.engines.engine import prepare_environment
+from pipeline.export.export import write_sglang
+from pipeline.export.serving import write_serving
+from pipeline.layers.layer_ids import derive_sglang_ids
 from pipeline.manifest import EngineExport, ExportRecord, Manifest, bind_slots
-from pipeline.reference import Reference
-from pipeline.replay import ExportedDrafter
 from pipeline.samples import Sample, write_samples
-from pipeline.serve_check import KNOWN_CAUSES, Served, compare, redump, replay_served, serve, serve_check
-from pipeline.serving import write_serving
 from pipeline.store import FINAL_HIDDEN, layer_output
 from pipeline.target import Target, load_embedding, load_output_head, open_target
+from pipeline.train.drafter import Drafter, FrozenTarget, PackedBatch
+from pipeline.train.drafter_config import drafter_config
+from pipeline.verify.checks import Subject
+from pipeline.verify.replay import ExportedDrafter
+from pipeline.verify.serve_check import serve, serve_check
+from pipeline.verify.served import KNOWN_CAUSES, Served, compare, redump, replay_served
 from tests.tiny_models import tiny_llama
 from tests.tiny_run import tiny_config
 
@@ -169,14 +171,12 @@ def test_replay_equals_the_engines_counters(overfitted, tmp_path):
     walks = replay_served(overfitted.served, features, drafter, steps=STEPS)
     result = compare(overfitted.served, walks, STEPS)
     assert result["counters_identical"], result
-    assert (
-        result["cycles_engine"] == result["cycles_replayed"]
-        and result["accepted_engine"] == result["accepted_replayed"]
-    )
+    for counter in ("cycles", "accepted", "accepted_per_position"):
+        assert result[f"{counter}_engine"] == result[f"{counter}_replayed"]
     assert result[f"tau_walk@{STEPS}"] <= result["tau_replayed"]
 
 
-def test_a_drafter_that_is_never_right_prints_the_known_causes(overfitted, tmp_path, capsys):
+def test_a_drafter_that_is_never_right_names_the_known_causes(overfitted, tmp_path):
     """Fit in form, but its vocabulary map sends every draft to a token that the target never says."""
     run = tmp_path / "run"
     draft = shutil.copytree(overfitted.export / "sglang", run / "export" / "sglang")
@@ -185,7 +185,7 @@ def test_a_drafter_that_is_never_right_prints_the_known_causes(overfitted, tmp_p
     weights["d2t"] = unused - torch.arange(len(weights["d2t"]))
     save_file(weights, draft / "model.safetensors")
     write_samples(
-        run / "prompts" / "samples.jsonl",
+        run / "prompts" / "samples.parquet",
         [
             Sample(
                 id=f"s{i}",
@@ -199,15 +199,16 @@ def test_a_drafter_that_is_never_right_prints_the_known_causes(overfitted, tmp_p
             for i, s in enumerate(overfitted.served)
         ],
     )
-    manifest = Manifest(
-        run="overfit", target=overfitted.target.record, slots=bind_slots(LAYERS, overfitted.target.hidden_size)
-    )
+    slots = bind_slots(LAYERS, overfitted.target.hidden_size)
+    for slot in slots.values():
+        slot.equals_transformers = True
+    manifest = Manifest(run="overfit", target=overfitted.target.record, slots=slots)
     section = overfitted.config.verify.model_copy(update={"serve_tokens": 12})
     config = overfitted.config.model_copy(update={"verify": section})
-    result, problems = serve_check(config, overfitted.target, manifest, run, tmp_path / "verify")
-    assert result["tau_engine"] == result["tau_replayed"] == 1.0 and problems == []
-    assert result["text_identical"] and result["counters_identical"]
-    assert KNOWN_CAUSES in capsys.readouterr().out
+    result = serve_check(Subject(config, overfitted.target, manifest, run, tmp_path / "verify", draft))
+    assert result.measured["tau_engine"] == result.measured["tau_replayed"] == 1.0 and result.problems == []
+    assert result.measured["text_identical"] and result.measured["counters_identical"]
+    assert result.notes == [KNOWN_CAUSES]
 
 
 def test_the_launch_script_serves(overfitted):

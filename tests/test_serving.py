@@ -8,17 +8,18 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from pipeline import serve_check
 from pipeline.errors import PipelineError
-from pipeline.manifest import EngineExport, ExportRecord, Manifest, TargetRecord, bind_slots
-from pipeline.serving import (
+from pipeline.export.serving import (
     DRAFT_ATTENTION_BACKENDS,
     draft_arguments,
     sglang_command,
     vllm_command,
     write_serving,
 )
+from pipeline.manifest import EngineExport, ExportRecord, Manifest, TargetRecord, bind_slots
 from pipeline.target import Target
+from pipeline.verify import serve_check
+from pipeline.verify.checks import Subject
 from tests.tiny_run import tiny_config
 
 
@@ -67,7 +68,7 @@ def parsed(words: list[str]):
     """What the installed SGLang makes of a launch line."""
     import argparse
 
-    from pipeline.engine import prepare_environment
+    from pipeline.engines.engine import prepare_environment
 
     prepare_environment("cpu")
     from sglang.srt.server_args import ServerArgs
@@ -107,7 +108,7 @@ def test_sglang_understands_every_flag(tmp_path, device):
     assert (args.context_length, args.mem_fraction_static) == (4096, 0.8)
     # the drafter was trained unquantized and would inherit the target's quantization
     assert (args.quantization, args.speculative_draft_model_quantization) == ("fp8", "unquant")
-    assert (args.attention_backend == "torch_native") == (device == "cpu")
+    assert (args.attention_backend == "intel_amx") == (device == "cpu")
 
 
 def test_nothing_is_trusted_or_quantized_unasked(tmp_path):
@@ -120,7 +121,7 @@ def test_nothing_is_trusted_or_quantized_unasked(tmp_path):
 
 
 def test_draft_attention_backends_exist_in_the_installed_sglang():
-    from pipeline.engine import prepare_environment
+    from pipeline.engines.engine import prepare_environment
 
     prepare_environment("cpu")
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
@@ -221,7 +222,7 @@ def test_the_serve_check_drafts_as_the_script_does(tmp_path, monkeypatch, comput
 
     monkeypatch.setattr(serve_check, "serve", serve)
     with pytest.raises(KeyboardInterrupt):
-        serve_check.serve_check(config, target, manifest, tmp_path, tmp_path)
+        serve_check.serve_check(Subject(config, target, manifest, tmp_path, tmp_path, draft=tmp_path))
     assert asked == {"speculative_draft_model_quantization": "unquant", "speculative_draft_attention_backend": backend}
     line = sglang_command(config, target, device="cuda", model="m", draft="d", backend=backend)
     args = parsed(line)

@@ -1,122 +1,222 @@
-"""Reading conversations: every accepted form gives the same record, and what is not accepted is named."""
+"""Reading conversations: every format in every container gives the same record, and what is not accepted is named."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.errors import PipelineError
-from pipeline.prompts.select import select, spread
-from pipeline.prompts.sources import BUILTIN, Record, fingerprint, read_records
+from pipeline.prompts.sources import BUILTIN, fingerprint
+from tests.source_files import CONTAINERS, compressed, jsonl, parquet, selected, settings
 
-HI = [{"role": "user", "content": "Hi"}]
-TALK = [{"role": "system", "content": "Be kind"}, *HI, {"role": "assistant", "content": "ok"}]
-SHAREGPT = [{"from": "system", "value": "Be kind"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "ok"}]
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ok"}
+TALK = [{"role": "system", "content": "Be kind"}, USER, ANSWER]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
+    "city": {"type": "string"}}}}}
+CALL = {"role": "assistant", "content": "", "reasoning_content": "I need the weather.", "tool_calls": [
+    {"type": "function", "id": "c1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]}
+TOOL_TALK = [USER, CALL, {"role": "tool", "content": "rain", "tool_call_id": "c1"}, ANSWER]
+
+# Format, raw record, the messages it holds.
+RECORDS = {
+    "openai": ({"messages": TALK}, TALK),
+    "openai, content parts": ({"messages": [
+        {"role": role, "content": [{"type": "text", "text": part} for part in text.split()]}
+        for role, text in (("user", "Hi you"), ("assistant", "ok"))]}, [{"role": "user", "content": "Hi you"}, ANSWER]),
+    "openai, tools": ({"messages": [
+        USER, CALL | {"content": None, "tool_calls": [{"type": "function", "id": "c1", "function": {
+            "name": "weather", "arguments": '{"city": "Oslo"}'}}]}, TOOL_TALK[2], ANSWER], "tools": [WEATHER]}, TOOL_TALK),
+    "openai, fields of other kinds": ({"messages": [USER | {"timestamp": 5}, ANSWER | {"weight": 1, "name": None}]},
+                                      [USER, ANSWER]),
+    "sharegpt": ({"conversations": [{"from": "system", "value": "Be kind"}, {"from": "human", "value": "Hi"},
+                                    {"from": "gpt", "value": "ok"}]}, TALK),
+    "sharegpt, system beside it": ({"system": "Be kind", "conversations": [
+        {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "ok"}]}, TALK),
+    "sharegpt, role and content": ({"conversations": TALK}, TALK),
+    "sharegpt, tools": ({"tools": json.dumps([WEATHER["function"]]), "conversations": [
+        {"from": "human", "value": "Hi"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+        {"from": "observation", "value": "rain"}, {"from": "gpt", "value": "ok"}]}, [
+            USER, {"role": "assistant", "content": "", "tool_calls": [
+                {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
+            {"role": "tool", "content": "rain"}, ANSWER]),
+    "ultrachat": ({"id": "0", "data": ["Hi", "ok", "More", "yes"]},
+                  [USER, ANSWER, {"role": "user", "content": "More"}, {"role": "assistant", "content": "yes"}]),
+    "alpaca": ({"instruction": "Hi", "input": "", "output": "ok", "system": "Be kind"}, TALK),
+    "alpaca, input and history": (
+        {"instruction": "Add", "input": "1 2", "output": "3", "history": [["Hi", "ok"]]},
+        [USER, ANSWER, {"role": "user", "content": "Add\n1 2"}, {"role": "assistant", "content": "3"}]),
+}
+PROMPTS = {
+    "prompt": ({"prompt": "Hi"}, [USER]),
+    "prompt as messages": ({"prompt": [USER]}, [USER]),
+    "text": ({"text": "Hi"}, [USER]),
+    "turns": ({"turns": ["Hi", "More"]}, [USER, {"role": "user", "content": "More"}]),
+    "alpaca without output": ({"instruction": "Hi", "input": "", "output": ""}, [USER]),
+}
 
 
-def read(source, heldout_fraction=0.1, at_most=None) -> list[Record]:
-    return list(read_records(str(source), source_split="train", heldout_fraction=heldout_fraction, at_most=at_most))
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("form", [*RECORDS, *PROMPTS])
+def test_every_format_in_every_container(tmp_path, form, container):
+    raw, messages = (RECORDS | PROMPTS)[form]
+    path = CONTAINERS[container](tmp_path / container, raw)
+    respond = "keep" if form in RECORDS else "target"
+    [record], _ = selected(path, tmp_path / "out", respond=respond)
+    assert record.messages == messages
+    assert record.tools == ([WEATHER] if "tools" in raw else None)
+    # Its name depends on the content alone, whatever the container.
+    [same], _ = selected(jsonl(tmp_path / "again" / "x.jsonl", raw), tmp_path / "out", respond=respond)
+    assert record.id == same.id and len(record.id) == 16
 
 
-def lines(path: Path, *records) -> Path:
-    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    return path
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_container_compressed(tmp_path, container, suffix):
+    texts = [f"prompt {i}" for i in range(300)]
+    path = compressed(CONTAINERS[container](tmp_path / container, *({"prompt": text} for text in texts)), suffix)
+    records, account = selected(path, tmp_path / "out")
+    assert [r.messages[0]["content"] for r in records] == texts and account.total == {"read": 300}
 
 
-def test_builtin_prompts_are_read_with_their_split_and_categories():
-    records = read("builtin")
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_rows_tokenised_elsewhere(tmp_path, container):
+    raw = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}
+    path = CONTAINERS[container](tmp_path / container, raw)
+    [record], _ = selected(path, tmp_path / "out", respond="keep", decode=str)
+    assert (record.input_ids, record.loss_mask, record.messages) == ([5, 6, 7, 8], [0, 0, 1, 1], [])
+    records, account = selected(path, tmp_path / "out", respond="target")
+    assert records == [] and account.reasons == {"pretokenised": 1}
+
+
+def test_lines_of_text(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffWhat is \u2028 this?\r\n\r\n  two\tblanks \nlast".encode())
+    for pack in (lambda path: path, lambda path: compressed(path, ".gz")):
+        records, _ = selected(pack(path), tmp_path / "out")
+        assert [r.messages[0]["content"] for r in records] == ["What is \u2028 this?", "  two\tblanks ", "last"]
+
+
+def test_builtin_prompts_are_read_with_their_split_and_categories(tmp_path):
+    records, account = selected("builtin", tmp_path, answer="last")
     raw = [json.loads(line) for line in BUILTIN.read_text(encoding="utf-8").splitlines()]
-    assert [(r.id, r.split, r.category, r.messages) for r in records] == [
-        (r["id"], r["split"], r["category"], r["messages"]) for r in raw]
-
-
-@pytest.mark.parametrize("raw, messages", [
-    ({"prompt": "Hi"}, HI), ({"text": "Hi"}, HI), ({"messages": TALK}, TALK), ({"conversations": SHAREGPT}, TALK),
-    ({"prompt": "other", "messages": TALK}, TALK),
-])
-def test_every_form_in_every_kind_of_file(tmp_path, raw, messages):
-    jsonl = lines(tmp_path / "a.jsonl", raw)
-    array = tmp_path / "a.json"
-    array.write_text(json.dumps([raw], indent=1))
-    json_lines = lines(tmp_path / "b.json", raw)
-    parquet = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([raw]), parquet)
-    records = [read(path) for path in (jsonl, array, json_lines, parquet)]
-    assert all([r.messages for r in found] == [messages] for found in records)
-    assert len({found[0].id for found in records}) == 1  # the id is a hash of the content, whatever the file
-
-
-def test_fields_of_messages_other_than_the_text_are_kept_and_nulls_dropped(tmp_path):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    path = lines(tmp_path / "a.jsonl", {"messages": [*HI, call], "id": 7, "category": None, "split": None})
-    record = read(path)[0]
-    assert record.messages[1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
-    assert (record.id, record.category) == ("7", None)
+    # Nothing of it is contaminated, twice there, or left out.
+    assert [(r.split, r.category, r.messages) for r in records] == [(r["split"], r["category"], r["messages"]) for r in raw]
+    assert account.total == {"read": len(raw)}
 
 
 def test_byte_order_mark_crlf_and_blank_lines_are_tolerated(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "Hi"}\r\n\r\n{"prompt": "ok"}\r\n')
-    assert [r.messages[0]["content"] for r in read(path)] == ["Hi", "ok"]
+    assert [r.messages[0]["content"] for r in selected(path, tmp_path / "out")[0]] == ["Hi", "ok"]
     path = tmp_path / "a.json"
-    path.write_bytes(b'\xef\xbb\xbf[{"prompt": "Hi"}]\r\n')
-    assert [r.messages for r in read(path)] == [HI]
+    path.write_bytes(b'\xef\xbb\xbf [\r\n{"prompt": "Hi"}\r\n,\r\n{"prompt": "]ok,\\"["}\r\n]\r\n')
+    assert [r.messages[0]["content"] for r in selected(path, tmp_path / "out")[0]] == ["Hi", ']ok,"[']
+    path.write_bytes(b" [ ] ")
+    assert selected(path, tmp_path / "out")[1].total == {}
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", b'{"prompt": "Hi"}\n{"prompt": "H', r"a.jsonl:2 is not JSON"),
-    ("a.jsonl", b'{"prompt": "Hi"}\n{"prompt": "\xff"}', r"a.jsonl:2 is not JSON"),
-    ("a.json", b'[{"prompt": "Hi"},\n {"prompt": "H', r"a.json:2 is not JSON"),
-    ("a.json", b'[{"prompt": "\xff"}]', r"not UTF-8"),
-    ("a.parquet", b"PAR1 nothing", r"not readable Parquet"),
-    ("a.csv", b"prompt\nHi\n", r"not of a known kind"),
-    ("a.jsonl", b'{"question": "Hi", "answer": "ok"}', r"a.jsonl:1 is of unknown form: its keys are question, answer"),
-    ("a.jsonl", b"[1]", r"a.jsonl:1 holds a list"),
-    ("a.jsonl", b'{"prompt": ["Hi"]}', r"unknown form: its keys are prompt"),
-    ("a.jsonl", b'{"messages": "Hi"}', r"`messages` is a str"),
-    ("a.jsonl", b'{"messages": ["Hi"]}', r"messages\[0\] is not an object"),
-    ("a.jsonl", b'{"messages": [{"role": "boss", "content": "Hi"}]}', r"`role` = 'boss'"),
-    ("a.jsonl", b'{"messages": [{"role": "user", "text": "Hi"}]}', r"keys are role, text"),
-    ("a.jsonl", b'{"conversations": [{"from": "human", "content": "Hi"}]}', r"keys are from, content"),
-    ("a.jsonl", b'{"prompt": "Hi", "split": "test"}', r"split = 'test'"),
-])
-def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(PipelineError, match=message) as e:
-        read(path)
-    assert e.value.field == "prompts.source" and e.value.fix
+def test_a_format_can_be_demanded(tmp_path):
+    both = {"prompt": "the first turn again", "messages": TALK}  # as UltraChat 200k has them
+    path = jsonl(tmp_path / "a.jsonl", both)
+    assert selected(path, tmp_path / "out")[0][0].messages == TALK[:2]
+    [record], _ = selected([{"path": str(path), "format": "prompt"}], tmp_path / "out")
+    assert record.messages == [{"role": "user", "content": "the first turn again"}]
+    with pytest.raises(PipelineError, match=r"a.jsonl:1 is of another form than alpaca \(`instruction`\): its keys are"):
+        selected([{"path": str(path), "format": "alpaca"}], tmp_path / "out")
 
 
 def test_unknown_form_says_what_is_accepted(tmp_path):
-    with pytest.raises(PipelineError) as e:
-        read(lines(tmp_path / "a.jsonl", {"question": "Hi"}))
-    assert all(word in e.value.fix for word in ("messages", "conversations", "prompt", "text"))
+    with pytest.raises(PipelineError, match="a.jsonl:1 is of unknown form: its keys are question") as e:
+        selected(jsonl(tmp_path / "a.jsonl", {"question": "Hi"}), tmp_path / "out")
+    assert all(word in e.value.fix for word in ("messages", "conversations", "data", "instruction", "prompt", "input_ids"))
 
 
-def test_missing_file_and_folder(tmp_path):
-    for source in (tmp_path / "no.jsonl", tmp_path / "no"):
+@pytest.mark.parametrize("raw, message", [
+    ([1], r"a.jsonl:1 holds a list, not an object"),
+    ({"prompt": 5}, r"prompt is a int, not a string"),
+    ({"messages": "Hi"}, r"not well-formed openai: `messages` is a str, not a list"),
+    ({"messages": ["Hi"]}, r"messages\[0\] is a str, not an object"),
+    ({"messages": [{"role": "boss", "content": "Hi"}]}, r"`role` = 'boss'"),
+    ({"messages": [{"role": "user", "text": "Hi"}]}, r"keys are role, text"),
+    ({"messages": [{"role": "user", "content": [5]}]}, r"messages\[0\] has a part of type int"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, r"a call without the name of a function"),
+    ({"conversations": [{"from": "human", "content": "Hi"}]}, r"keys are from, content"),
+    ({"data": "Hi"}, r"not well-formed ultrachat: `data` is a str"),
+    ({"instruction": "Hi", "history": ["Hi"]}, r"`history` is a list of"),
+    ({"input_ids": [1, 2], "loss_mask": [1]}, r"2 `input_ids` but 1 in `loss_mask`"),
+    ({"input_ids": [1, -2], "loss_mask": [1, 1]}, r"whole numbers from 0"),
+    ({"input_ids": [1, 2], "loss_mask": [0, 2]}, r"zeros and ones"),
+    ({"prompt": "Hi", "split": "test"}, r"split = 'test'"),
+    ({"prompt": "H\0i"}, r"NUL character in prompt"),
+    ({"prompt": "\ud83d"}, r"not valid Unicode"),
+])
+def test_a_record_that_is_not_well_formed_is_named(tmp_path, raw, message):
+    with pytest.raises(PipelineError, match=message) as e:
+        selected(jsonl(tmp_path / "a.jsonl", raw), tmp_path / "out")
+    assert "a.jsonl:1" in str(e.value) and "prompts.on_bad_record=skip" in e.value.fix
+
+
+@pytest.mark.parametrize("raw, reason", [
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "not_text"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": "{city: Oslo"}}]}, USER]}, "tool_json"),
+    ({"messages": []}, "no_user_turn"),
+])
+def test_a_sound_record_that_cannot_be_used_is_skipped(tmp_path, raw, reason):
+    records, account = selected(jsonl(tmp_path / "a.jsonl", raw, {"prompt": "Hi"}), tmp_path / "out")
+    assert len(records) == 1 and account.reasons == {reason: 1} and account.total["read"] == 2
+
+
+def test_missing_file_and_folder_and_kind(tmp_path):
+    for source in (tmp_path / "no.jsonl", tmp_path / "no", "no.parquet"):
         with pytest.raises(PipelineError, match="does not exist"):
-            read(source)
+            selected(source, tmp_path / "out")
+    (tmp_path / "a.csv").write_text("prompt\nHi\n")
+    with pytest.raises(PipelineError, match=r"a.csv is not of a known kind") as e:
+        selected(tmp_path / "a.csv", tmp_path / "out")
+    assert ".parquet" in e.value.fix and ".zst" in e.value.fix
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PipelineError, match="empty holds no file of a known kind"):
+        selected(tmp_path / "empty", tmp_path / "out")
 
 
-def test_dataset_folder_is_streamed(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": f"p{i}"} for i in range(5)]),
-                                tmp_path / "train-00000.parquet")
-    assert [r.messages[0]["content"] for r in read(tmp_path)] == [f"p{i}" for i in range(5)]
-    assert len(read(tmp_path, at_most=2)) == 2
+def test_folder_of_shards_is_read_in_the_order_of_names(tmp_path):
+    folder = tmp_path / "shards"
+    jsonl(folder / "part-1.jsonl", {"prompt": "b"})
+    jsonl(folder / "part-0.jsonl", {"prompt": "a"})
+    compressed(jsonl(folder / "sub" / "part-2.jsonl", {"prompt": "c"}), ".zst")
+    (folder / "README.md").write_text("# shards")
+    records, _ = selected(folder, tmp_path / "out")
+    assert [r.messages[0]["content"] for r in records] == ["a", "b", "c"]
+
+
+def test_a_folder_with_splits_is_read_by_split(tmp_path, capsys):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    parquet(folder / "train-00000.parquet", *({"prompt": f"p{i}"} for i in range(5)))
+    parquet(folder / "test-00000.parquet", {"prompt": "secret"})
+    jsonl(folder / "more.jsonl", {"prompt": "of no split"})
+    assert [r.messages[0]["content"] for r in selected(folder, tmp_path / "out")[0]] == [f"p{i}" for i in range(5)]
+    assert "1 files of" in (said := capsys.readouterr().out) and "more.jsonl" in said
+    assert len(selected([{"path": str(folder), "split": "test"}], tmp_path / "out")[0]) == 1
+    with pytest.raises(PipelineError, match="no files of the split nosuch; it has train, test"):
+        selected(folder, tmp_path / "out", source_split="nosuch")
+
+
+def test_a_saved_dataset_is_read(tmp_path):
+    import datasets
+
+    made = datasets.Dataset.from_list([{"messages": TALK}, {"messages": TOOL_TALK[:1]}])
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "d")
+    records, _ = selected(tmp_path / "d", tmp_path / "out")
+    assert [r.messages for r in records] == [TALK[:2], [USER]] and records[0].where == f"{tmp_path / 'd'}[train]: row 1"
     with pytest.raises(PipelineError, match="split nosuch"):
-        list(read_records(str(tmp_path), source_split="nosuch", heldout_fraction=0.1))
+        selected(tmp_path / "d", tmp_path / "out", source_split="nosuch")
 
 
-def test_dataset_without_network_is_one_clear_message(monkeypatch):
+def test_dataset_without_network_is_one_clear_message(tmp_path, monkeypatch):
     import datasets
 
     def offline(*args, **kwargs):
@@ -124,75 +224,18 @@ def test_dataset_without_network_is_one_clear_message(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(PipelineError, match="cannot read the dataset someone/prompts.*Couldn't reach") as e:
-        read("someone/prompts")
+        selected("someone/prompts", tmp_path)
     assert "network" in e.value.fix
 
 
-def test_heldout_by_hash_is_stable_and_has_the_asked_share(tmp_path):
-    prompts = [{"prompt": f"question {i}"} for i in range(2000)]
-    records = read(lines(tmp_path / "a.jsonl", *prompts))
-    share = sum(r.split == "heldout" for r in records) / len(records)
-    assert 0.08 < share < 0.12
-    again = read(lines(tmp_path / "b.jsonl", {"prompt": "new"}, *reversed(prompts)))
-    assert {r.id: r.split for r in records}.items() <= {r.id: r.split for r in again}.items()
-    assert all(r.split == "train" for r in read(tmp_path / "a.jsonl", heldout_fraction=0))
-
-
-def test_fingerprint_follows_the_content(tmp_path):
-    path = lines(tmp_path / "a.jsonl", {"prompt": "Hi"})
-    before = fingerprint(str(path))
-    lines(path, {"prompt": "ok"})
-    assert before != fingerprint(str(path)) and fingerprint("builtin") and fingerprint("someone/prompts") is None
-
-
-def record(id: str, text: str = "", *, category=None, split="train") -> Record:
-    return Record(id, category, split, [{"role": "user", "content": text or id}], f"a.jsonl:{id}")
-
-
-def test_duplicates_are_dropped_and_an_id_for_two_conversations_is_an_error():
-    selection = select([record("a", "Hi"), record("b", "Hi"), record("c", "ok")], respond="target", system_prompt=None,
-                       limit=None)
-    assert [r.id for r in selection.records] == ["a", "c"] and selection.duplicates == 1 and selection.read == 3
-    with pytest.raises(PipelineError, match="has the id 'a' of another conversation, a.jsonl:a"):
-        select([record("a", "Hi"), record("a", "ok")], respond="target", system_prompt=None, limit=None)
-
-
-def test_what_is_answered_and_what_is_kept():
-    talk = Record("t", None, "train", [*TALK, {"role": "user", "content": "hm"}], "a.jsonl:1")
-    only_system = Record("s", None, "train", TALK[:1], "a.jsonl:2")
-
-    def contents(respond, **options):
-        selection = select([talk, only_system], respond=respond, limit=None, **{"system_prompt": None} | options)
-        return [[m["content"] for m in r.messages] for r in selection.records], [s["reason"] for s in selection.skipped]
-
-    assert contents("target") == ([["Be kind", "Hi", "ok", "hm"]], ["no_user_turn"])
-    assert contents("keep") == ([["Be kind", "Hi", "ok"]], ["no_assistant_turn"])
-    ends_with_answer = Record("t", None, "train", TALK[1:], "a.jsonl:1")
-    chosen = select([ends_with_answer], respond="target", system_prompt="Be brief", limit=None).records[0]
-    assert [m["content"] for m in chosen.messages] == ["Be brief", "Hi"]
-
-
-@given(sizes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=5),
-       limit=st.integers(1, 40))
-def test_limit_is_even_over_categories_and_keeps_the_heldout_share(sizes, limit):
-    records = [record(f"{c}-{split}-{i}", category=str(c), split=split)
-               for c, counts in enumerate(sizes) for split, n in zip(("train", "heldout"), counts) for i in range(n)]
-    if len(records) <= limit:
-        return
-    chosen = [r for r in records if r.id in spread(records, limit)]
-    assert len(chosen) == limit
-    heldout = sum(r.split == "heldout" for r in records)
-    got = sum(r.split == "heldout" for r in chosen)
-    assert abs(got - limit * heldout / len(records)) <= 1
-    for split in ("train", "heldout"):
-        there = Counter(r.category for r in records if r.split == split)
-        taken = Counter(r.category for r in chosen if r.split == split)
-        # Even: a category gets fewer than another, by more than one, only if it is used up.
-        most = max(taken.values(), default=0)
-        assert all(taken[c] >= most - 1 or taken[c] == there[c] for c in there)
-
-
-def test_limit_counts_what_it_leaves_out():
-    selection = select([record(str(i)) for i in range(5)], respond="target", system_prompt=None, limit=2)
-    assert [r.id for r in selection.records] == ["0", "1"]
-    assert [s["reason"] for s in selection.skipped] == ["limit"] * 3
+def test_fingerprint_follows_the_content_of_all_that_is_read(tmp_path):
+    path = jsonl(tmp_path / "a" / "a.jsonl", {"prompt": "Hi"})
+    bench = jsonl(tmp_path / "bench.jsonl", {"prompt": "Hi"})
+    asked = settings(tmp_path / "a", decontaminate_against=[str(bench)])
+    seen = [fingerprint(asked)]
+    for change in (lambda: jsonl(path, {"prompt": "ok"}), lambda: jsonl(bench, {"prompt": "ok"}),
+                   lambda: jsonl(tmp_path / "a" / "b.jsonl", {"prompt": "ok"})):
+        change()
+        seen.append(fingerprint(asked))
+    assert len(set(seen)) == 4 and fingerprint(asked) == seen[-1]
+    assert fingerprint(settings("builtin")) and fingerprint(settings("someone/prompts"))

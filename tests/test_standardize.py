@@ -78,7 +78,7 @@ def test_teacher_argmax_equals_transformers(run):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(run.target_dir, dtype=torch.float32).eval()
-    samples = {s.id: s for s in read_samples(run.folder / "prompts" / "samples.jsonl")}
+    samples = {s.id: s for s in read_samples(run.folder / "prompts" / "samples.parquet")}
     store = HiddenStore(shard_paths(run.folder / "dump"))
     checked = 0
     for ref in store.samples:
@@ -98,7 +98,7 @@ def test_teacher_argmax_equals_transformers(run):
 def test_vocabulary_split_and_counts(run):
     vocab = read_vocab(run.folder / "standardize" / "vocab.safetensors")
     split = json.loads((run.folder / "standardize" / "split.json").read_text())
-    samples = list(read_samples(run.folder / "prompts" / "samples.jsonl"))
+    samples = list(read_samples(run.folder / "prompts" / "samples.parquet"))
     assert split == {part: [s.id for s in samples if s.split == part] for part in ("train", "heldout")}
     trained = {t for s in samples if s.split == "train" for t, m in zip(s.input_ids, s.loss_mask) if m}
     ids = set(vocab.target_ids().tolist())
@@ -180,7 +180,7 @@ def test_quarantined_samples_are_left_out_and_counted(tmp_path):
     from pipeline.samples import write_samples
 
     run = tiny_run(tmp_path, samples=8)
-    path = run.folder / "prompts" / "samples.jsonl"
+    path = run.folder / "prompts" / "samples.parquet"
     samples = list(read_samples(path))
     extra = samples[0].__class__(**{**samples[0].__dict__, "id": "bad"})
     write_samples(path, [*samples, extra])

@@ -11,8 +11,12 @@ from pipeline.config import load_config
 from pipeline.errors import PipelineError
 from pipeline.slots import layers_to_dump
 from pipeline.target import load_embedding, load_output_head, open_target
+from pipeline.train.drafter_config import drafter_config
 from tests.test_config import resolved
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import FAMILIES, tiny_llama, tiny_model
+
+# Values that released models of the family have, and that decide about the logits.
+EXTRAS = {"Gemma3ForCausalLM": {"final_logit_softcapping": 5.0}}
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +52,13 @@ def test_nulls_are_read_from_the_checkpoint(folder):
     assert target.dtype == "float32" and target.eos_token_ids == [2]
 
 
-def test_logits_equal_transformers(folder):
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_norm_logits_and_embedding_equal_transformers(architecture, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    target, _ = open_local(folder)
+    folder = tiny_model(tmp_path, architecture, **EXTRAS.get(architecture, {}))
+    target, filled = open_local(folder)
+    drafter_config(filled, target, num_fc_inputs=3, draft_vocab_size=64)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.arange(20)[None]
     seen = {}
@@ -129,7 +136,7 @@ def test_a_target_with_another_norm_is_refused_when_it_is_opened(copy):
 
 
 def test_missing_folders_and_gpus_are_one_message(tmp_path):
-    from pipeline.engine import resolve_device
+    from pipeline.engines.engine import resolve_device
 
     with pytest.raises(PipelineError, match="folder does not exist"):
         open_local("/nonexistent/model")

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from pipeline.config import TargetConfig
-from pipeline.layer_ids import check_layers, default_layers, derive_sglang_ids, derive_vllm_ids
+from pipeline.layers.layer_ids import check_layers, default_layers, derive_sglang_ids
+from pipeline.layers.vllm_ids import derive_vllm_ids
 
 # Worked out by hand: layer outputs, the ids of SGLang 0.5.23, and the shape of fc.
 EXPECTED = {

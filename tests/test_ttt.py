@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dense_cases import lengths_and_masks
 from dense_reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.alignment import select_rows
-from pipeline.ttt import ttt_attention
+from pipeline.train.alignment import select_rows
+from pipeline.train.ttt import ttt_attention
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 
@@ -17,13 +18,13 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 @st.composite
 def cases(draw):
     kv_heads = draw(st.integers(1, 3))
-    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    lengths, masks = draw(lengths_and_masks(longest=20))
     return dict(
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([2, 4, 8, 10, 64])),
         lengths=lengths,
-        mask=draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))),
+        mask=[bit for mask in masks for bit in mask],
         own_steps=draw(st.integers(0, 4)),
         seed=draw(st.integers(0, 10_000)),
     )

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from pipeline.drafter_files import rope_parameters_of
 from pipeline.errors import PipelineError
-from pipeline.validate import main, validate
+from pipeline.export.drafter_files import rope_parameters_of
+from pipeline.export.validate import main, validate
 from tests.tiny_models import tiny_llama
 
 H, HEADS, KV, D, MLP, V, VD = 16, 4, 2, 8, 24, 64, 32
@@ -231,6 +231,16 @@ def test_checks_against_the_target(tmp_path):
         target=target,
     )
     assert "rope_parameters" in {p.field for p in wrong.problems}
+
+
+def test_a_target_whose_text_config_is_null(tmp_path):
+    target = tiny_llama(tmp_path / "target", hidden=H, vocab=V, layers=8)
+    raw = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(raw | {"text_config": None}))
+    ours = drafter(tmp_path / "d", change=set_(max_position_embeddings=2048))
+    assert {p.field for p in validate(ours, target=target).problems} <= {"vocab_size"}
+    (target / "config.json").write_text(json.dumps({"architectures": raw["architectures"], "text_config": raw}))
+    assert {p.field for p in validate(ours, target=target).problems} <= {"vocab_size"}  # as multimodal targets have it
 
 
 def test_the_context_defaults_to_the_targets(tmp_path):

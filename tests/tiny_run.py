@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import yaml
 
 from pipeline.config import Config, load_config
+from pipeline.dump.reference import Reference
+from pipeline.files import save_safetensors
 from pipeline.manifest import DumpRecord, Manifest, bind_slots, load_manifest
 from pipeline.samples import Sample, read_samples, write_samples
 from pipeline.stage import StageResult, run_stage
@@ -22,7 +25,7 @@ from pipeline.target import Target, open_target
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = {  # small enough for a second of training
     "drafter.draft_vocab_size": 64, "drafter.num_attention_heads": 4, "drafter.num_key_value_heads": 2,
-    "drafter.head_dim": 16, "drafter.intermediate_size": 96, "train.batch_tokens": 64, "train.epochs": 2,
+    "drafter.head_dim": 16, "drafter.intermediate_size": 96, "train.batch_tokens": 64, "train.epochs": 2, "train.dropout": 0.0,
     "train.precision": "fp32", "train.checkpoint_every": 3, "train.log_every": 2, "tracking.mode": "none",
     "device": "cpu", "slots.layers": [1, 2, 3],
 }
@@ -41,6 +44,7 @@ def tiny_config(target: Path, root: Path, **overrides: object) -> Config:
         "name": "tiny", "path": str(target), "revision": None, "dtype": "fp32", "quantization": None,
         "trust_remote_code": False, "architecture": None, "num_layers": None, "hidden_size": None, "vocab_size": None,
         "max_position_embeddings": None, "slots_layers": [1, 2, 3],
+        "layer_id_rule": None,
         "drafter": dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")),
         "tp_size": 1, "context_length": 512}
     raw["run"] = {"root": str(root / "runs"), "name": "tiny"}
@@ -69,7 +73,7 @@ class TinyRun:
     def stage(self, name: str, **overrides: object) -> Manifest:
         """Run stage 3 or 4 the way the stage scripts do."""
         from pipeline.standardize import standardize
-        from pipeline.train import train
+        from pipeline.train.train import train
 
         target, config = self.config(**overrides)
         work = {"standardize": standardize, "train": train}[name]
@@ -79,11 +83,13 @@ class TinyRun:
 
 
 def tiny_run(root: Path, *, samples: int = 24, seed: int = 0, shard_tokens: int = 300,
-             dumped: tuple[int, ...] = (1, 2, 3), **target_shape) -> TinyRun:
+             dumped: tuple[int, ...] = (1, 2, 3), probes: Sequence[str] = (), copies: bool = False,
+             **target_shape) -> TinyRun:
     """Make target, samples and shards.
 
     A sample is 4-9 random tokens and a greedy answer of 6-20; every fourth is held out. The first three `dumped` layers
-    are the fc slots.
+    are the fc slots. `probes` are ids ("s0", "s1", …) of samples whose every layer output is kept. `copies`: held-out
+    samples have the tokens of trained ones, so that the epoch that knows most by heart is the best one.
     """
     from tests.tiny_models import tiny_llama
 
@@ -95,6 +101,9 @@ def tiny_run(root: Path, *, samples: int = 24, seed: int = 0, shard_tokens: int 
     def prompts(_manifest: Manifest, folder: Path) -> StageResult:
         made = []
         for i in range(samples):
+            if copies and i % 4 == 3:
+                made.append(replace(made[-1], id=f"s{i}", split="heldout"))
+                continue
             prompt = int(torch.randint(4, 10, (1,), generator=rng))
             answer = int(torch.randint(6, 21, (1,), generator=rng))
             ids = torch.randint(3, 60, (1, prompt), generator=rng)
@@ -104,12 +113,12 @@ def tiny_run(root: Path, *, samples: int = 24, seed: int = 0, shard_tokens: int 
             made.append(Sample(
                 id=f"s{i}", split="heldout" if i % 4 == 3 else "train", category=None, messages=[],
                 input_ids=ids[0].tolist(), loss_mask=[0] * prompt + [1] * answer, finish_reason="length"))
-        write_samples(folder / "samples.jsonl", made)
-        return StageResult(outputs=[folder / "samples.jsonl"])
+        write_samples(folder / "samples.parquet", made)
+        return StageResult(outputs=[folder / "samples.parquet"])
 
     def dump(_manifest: Manifest, folder: Path) -> StageResult:
         builder = ShardBuilder([*(f"layer_output.{layer}" for layer in dumped), "final_hidden"], shard_tokens)
-        for sample in read_samples(run.folder / "prompts" / "samples.jsonl"):
+        for sample in read_samples(run.folder / "prompts" / "samples.parquet"):
             ids = torch.tensor(sample.input_ids)
             if not builder.has_room(len(ids)):
                 builder.write(shard_path(folder, len(shard_paths(folder))))
@@ -118,15 +127,27 @@ def tiny_run(root: Path, *, samples: int = 24, seed: int = 0, shard_tokens: int 
             states = {f"layer_output.{layer}": hidden[layer + 1][0].clone() for layer in dumped}
             builder.add(sample.id, ids, states | {"final_hidden": hidden[-1][0].clone()})
         builder.write(shard_path(folder, len(shard_paths(folder))))
+        save_safetensors(folder / "probes.safetensors", _probe_states(run, set(probes)))
         record = DumpRecord(engine="transformers", engine_version="0", model_class="Llama", layers=list(dumped),
                             requested_ids=[], capture_points=[layer + 1 for layer in dumped], dtype="float32",
-                            plugin_sha256="", probe_ids=[], fingerprints={})
+                            plugin_sha256="", probe_ids=list(probes), fingerprints={})
         slots = bind_slots(list(dumped[:3]), target.hidden_size)
-        return StageResult(outputs=shard_paths(folder), slots=slots, dump=record)
+        return StageResult(outputs=[*shard_paths(folder), folder / "probes.safetensors"], slots=slots, dump=record)
 
     for name, work in (("prompts", prompts), ("dump", dump)):
         run_stage(name, run.folder, target=target.record, seed=config.seed, config={}, work=work)
     return run
+
+
+def _probe_states(run: TinyRun, probes: set[str]) -> dict[str, torch.Tensor]:
+    """What dump/probes.safetensors holds."""
+    reference, tensors = Reference(run.target_dir, dtype=torch.float32), {}
+    for sample in read_samples(run.folder / "prompts" / "samples.parquet"):
+        if sample.id in probes:
+            states = reference.states(sample.input_ids, range(len(reference.layers)))
+            states["input_ids"] = torch.tensor(sample.input_ids, dtype=torch.int32)
+            tensors |= {f"{sample.id}/{name}": state for name, state in states.items()}
+    return tensors
 
 
 def _model(folder: Path):

@@ -1,18 +1,23 @@
 """Stage 1: prompts → conversations → the target's responses → token ids and loss mask.
 
-    sources.py   reads conversations from the built-in set, a file or a dataset
-    select.py    prepares, de-duplicates and limits them
-    respond.py   lets the target write the last turn (decode.py: batched generation with transformers)
-    chat.py      chat template → token ids and loss mask
-    view.py      prints samples with the trained tokens coloured
+    sources.py        finds the built-in set, files, folders and datasets; containers.py, tables.py read them one by one
+    formats.py        what a record says, as messages (records.py: the form in which they are used, and their ids)
+    select.py         filters, and hands on what near.py, decontaminate.py and mixture.py leave (account.py: what became of
+                      each record; spool.py: where they wait; text.py, language.py: what they are judged by)
+    answered.py       lets the target write the assistant's turns: which turn is asked when (dialogue.py: one conversation;
+                      agenda.py: all of them), who answers (respond.py; decode.py: transformers, server.py: servers), and
+                      every answer kept (journal.py)
+    chat.py           chat template → token ids and loss mask (messages.py: what the engine hands to the template; turns.py:
+                      where the assistant's turns lie in what it renders; fit.py: conversations that are too long)
+    encode.py         the same for many records at once (workers.py: in several processes) as rows of the samples file
+    shard.py          which conversations are whose where several machines share the work
+    show.py           shows samples with the trained tokens coloured
 
 Training data is best written by the target itself: on-policy responses give about 10 % more accept length.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,108 +25,130 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import Config
 from pipeline.errors import PipelineError
-from pipeline.files import write_text
-from pipeline.prompts.chat import ChatEncoder, Refused
+from pipeline.files import clear_disk_errors
+from pipeline.prompts.account import QUARANTINE, SKIPPED, Account, open_account
+from pipeline.prompts.chat import ChatEncoder
+from pipeline.prompts.encode import RowEncoder, count
 from pipeline.prompts.select import Selection, select
-from pipeline.prompts.sources import Record, read_records
-from pipeline.samples import Sample, write_samples
+from pipeline.prompts.shard import SELECTED, one_shard
+from pipeline.prompts.sources import sources
+from pipeline.prompts.spool import open_spool
+from pipeline.prompts.workers import encode_here, encode_in_workers, workers_for
+from pipeline.samples import Sample, to_batches, write_batches
 from pipeline.stage import StageResult
 
 if TYPE_CHECKING:
-    from pipeline.prompts.decode import Response
+    from pyarrow import RecordBatch
+
     from pipeline.target import Target
 
 
 def generate(config: Config, target: Target, folder: Path) -> StageResult:
-    """Write `samples.jsonl` and `skipped.jsonl` into `folder`; the target's answers stay in `responses/` beside it.
+    """Write `samples.parquet`, `skipped.jsonl` and `quarantine.jsonl` into `folder`; the target's answers stay in
+    `responses/` beside it.
 
-    Counts: read = kept + duplicates + the sum of all `skipped_<reason>`.
+    Counts, in all and for each source: read = kept + duplicates + the sum of all `skipped_<reason>`, and of one shard
+    of several + `other_shards` (shard.py).
 
     Raises:
         PipelineError: the source cannot be read, or none of its conversations can be trained on.
     """
     prompts = config.prompts
-    from pipeline.prompts.respond import RESPONSES
-
-    if config.force and not (folder / ".forced").exists():  # once: the same forced command goes on from its own answers
-        shutil.rmtree(folder.parent / RESPONSES, ignore_errors=True)
-        (folder / ".forced").touch()
-    records = read_records(prompts.source, source_split=prompts.source_split,
-                           heldout_fraction=prompts.heldout_fraction, at_most=prompts.limit)
-    selection = select(records, respond=prompts.respond, system_prompt=prompts.system_prompt, limit=prompts.limit)
-    encoder = ChatEncoder(target.tokenizer(), target.eos_token_ids)
-    if prompts.respond == "target":
-        samples = _answered(selection, encoder, config, target, folder.parent)
-    else:
-        samples = _encoded(selection, encoder, config.target.context_length)
+    if config.force:
+        _forget_answers(config, target, folder)
+    tokenizer = target.tokenizer()
+    encoder = ChatEncoder(tokenizer, target.eos_token_ids, reasoning=prompts.reasoning, train_on=prompts.train_on)
+    paths = [source.path for source in sources(prompts)]
+    samples_path = folder / "samples.parquet"
+    outputs = [samples_path, folder / SKIPPED, folder / QUARANTINE]
     counts: Counter[str] = Counter()
-    samples_path, skipped_path = folder / "samples.jsonl", folder / "skipped.jsonl"
-    write_samples(samples_path, _counted(samples, counts, selection, config))
-    write_text(skipped_path, "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in selection.skipped))
-    return StageResult(outputs=[samples_path, skipped_path], counts=_all_counts(selection, counts))
+    metrics: dict[str, object] = {}
+    with open_account(folder, len(paths)) as account, open_spool(folder) as spool:
+        selection = select(prompts, seed=config.seed, account=account, spool=spool,
+                           decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+        if prompts.shard is not None:
+            metrics["selected"] = by_source(paths, account.by_source)
+            outputs.append(folder / SELECTED)
+            selection = one_shard(selection, prompts.shard, account, outputs[-1])
+        if prompts.respond == "target":
+            from pipeline.prompts.answered import answered, settings
+
+            metrics["responses"] = settings(config, target)
+            samples = answered(selection, encoder, account, config, target, folder.parent, counts,
+                               max_length=max_length(config))
+            rows = to_batches(_counted(samples, counts, account))
+        else:
+            rows = _encoded(selection, encoder, account, counts, config, target)
+        write_batches(samples_path, _some(rows, account, config))
+    print(_summary(account.total, counts))
+    return StageResult(outputs=outputs, counts=all_counts(account.total, counts),
+                       metrics={"sources": by_source(paths, account.by_source), **metrics})
 
 
-def _answered(selection: Selection, encoder: ChatEncoder, config: Config, target: Target, run_dir: Path
-              ) -> Iterator[Sample]:
-    """Samples whose last turn the target writes. Its exact tokens follow the prompt's, and only they count.
+def _forget_answers(config: Config, target: Target, folder: Path) -> None:
+    """Those that this command would ask for, not those of other settings; once: it goes on from its own when killed."""
+    if config.prompts.respond != "target" or (folder / ".forced").exists():
+        return
+    from pipeline.prompts.journal import journal_path
+    from pipeline.prompts.respond import engine_name
 
-    All questions are asked before this returns; the samples are then made one by one.
-    """
-    from pipeline.prompts.respond import Request, journal_path, respond
-
-    room = config.target.context_length - config.prompts.max_new_tokens
-    asked: list[tuple[Record, Request]] = []
-    for record in selection.records:
-        try:
-            ids = encoder.prompt_ids(record.messages)
-            if len(ids) > room:
-                raise Refused("too_long", f"{len(ids)} prompt tokens and {config.prompts.max_new_tokens} new ones "
-                                          f"exceed target.context_length = {config.target.context_length}")
-            asked.append((record, Request(record.id, ids)))
-        except Refused as e:
-            selection.skip(record, e.reason, e.detail)
-    answers = respond([request for _, request in asked], config, target, journal_path(run_dir, config, target))
-
-    def sample(record: Record, prompt_ids: list[int], answer: Response) -> Sample:
-        text = encoder.tokenizer.decode(answer.ids, skip_special_tokens=True)
-        return Sample(id=record.id, split=record.split, category=record.category,
-                      messages=[*record.messages, {"role": "assistant", "content": text}],
-                      input_ids=prompt_ids + answer.ids, loss_mask=[0] * len(prompt_ids) + [1] * len(answer.ids),
-                      finish_reason=answer.finish_reason)
-
-    return (sample(record, request.prompt_ids, answer)
-            for (record, request), answer in zip(asked, answers, strict=True))
+    journal = journal_path(folder.parent, config, target, engine_name(config))
+    with clear_disk_errors(journal):
+        journal.unlink(missing_ok=True)
+        (folder / ".forced").touch()
 
 
-def _encoded(selection: Selection, encoder: ChatEncoder, context_length: int) -> Iterator[Sample]:
-    """Samples with the source's own responses; every assistant turn counts."""
-    for record in selection.records:
-        try:
-            ids, mask = encoder.encode(record.messages)
-            if len(ids) > context_length:
-                raise Refused("too_long", f"{len(ids)} tokens are more than target.context_length = {context_length}")
-            if not any(mask):
-                raise Refused("no_trained_tokens", "the loss mask sums to 0")
-        except Refused as e:
-            selection.skip(record, e.reason, e.detail)
-            continue
-        yield Sample(id=record.id, split=record.split, category=record.category, messages=record.messages,
-                     input_ids=ids, loss_mask=mask, finish_reason=None)
+def _encoded(selection: Selection, encoder: ChatEncoder, account: Account, counts: Counter[str], config: Config,
+             target: Target) -> Iterator[RecordBatch]:
+    """Rows of the records with the source's own responses."""
+    from tqdm import tqdm
+
+    places = [candidate.place for candidate in selection.candidates]
+    selection.spool.flush()
+    rows = {"spool": str(selection.spool.path), "max_length": max_length(config), "truncate": config.prompts.truncate,
+            "vocab_size": target.record.vocab_size}
+    if (workers := workers_for(config.prompts.workers, len(places))) == 1:
+        outcomes = encode_here(RowEncoder(encoder, **rows), places)
+    else:
+        outcomes = encode_in_workers(workers, {
+            "tokenizer": str(target.path), "trust_remote_code": target.trust_remote_code, "rows": rows,
+            "chat": {"eos_token_ids": target.eos_token_ids, "reasoning": encoder.reasoning,
+                     "train_on": encoder.train_on}}, places)
+    with tqdm(total=len(places), desc="encoding", unit="record", unit_scale=True, mininterval=5.0, delay=5.0) as bar:
+        for outcome in outcomes:
+            for source in outcome.kept:
+                account.count(source, "kept")
+            for skipped in outcome.skipped:
+                account.skip(*skipped)
+            counts.update(outcome.counts)
+            bar.update(len(outcome.kept) + len(outcome.skipped))
+            yield outcome.rows
 
 
-def _counted(samples: Iterator[Sample], counts: Counter[str], selection: Selection, config: Config) -> Iterator[Sample]:
-    """Hand samples on and count them; that there was none is an error."""
-    for sample in samples:
-        counts.update({"kept": 1, f"{sample.split}_samples": 1, f"finish_{sample.finish_reason}": 1,
-                       "tokens": len(sample.input_ids), "trained_tokens": sum(sample.loss_mask)})
-        yield sample
-    if not counts["kept"]:
-        raise _nothing_left(selection, config)
+def max_length(config: Config) -> int:
+    """The most tokens of a sample."""
+    return config.prompts.max_length or config.target.context_length
 
 
-def _nothing_left(selection: Selection, config: Config) -> PipelineError:
-    reasons = Counter(s["reason"] for s in selection.skipped)
-    if not selection.read:
+def _counted(samples: Iterator[tuple[int, list[Sample]]], counts: Counter[str], account: Account) -> Iterator[Sample]:
+    """Hand the samples of each record on and count them."""
+    for source, of_record in samples:
+        account.count(source, "kept")
+        counts.update(count(of_record))
+        counts.update(f"finish_{sample.finish_reason}" for sample in of_record)
+        yield from of_record
+
+
+def _some(rows: Iterator[RecordBatch], account: Account, config: Config) -> Iterator[RecordBatch]:
+    """That there was none is an error, but in one shard of several, which can be small (unless it asked in vain)."""
+    yield from rows
+    if not account.total["kept"] and (config.prompts.shard is None or account.reasons["request_failed"]):
+        raise _nothing_left(account, config)
+
+
+def _nothing_left(account: Account, config: Config) -> PipelineError:
+    reasons, read = account.reasons, account.total["read"]
+    if not read:
         return PipelineError("the source holds no records", field="prompts.source", value=config.prompts.source,
                              fix="give a source with conversations, or leave the default: prompts.source=builtin")
     fixes = {
@@ -130,25 +157,41 @@ def _nothing_left(selection: Selection, config: Config) -> PipelineError:
         "no_assistant_turn": "the source holds prompts only: let the target answer them: prompts.respond=target",
         "template": "the target's chat template accepts none of them: check roles and their order"
                     + (", and prompts.system_prompt" if config.prompts.system_prompt else ""),
-        "too_long": "raise target.context_length, or lower prompts.max_new_tokens",
+        "request_failed": "look at the server of prompts.base_url and at prompts.max_new_tokens",
+        "too_long": "raise target.context_length or prompts.max_length, or "
+                    + ("lower prompts.max_new_tokens" if config.prompts.respond == "target"
+                       else "choose prompts.truncate=turns, cut or split"),
     }
     # Zero masks first: they point at the template, whatever else the source holds.
     most = "no_trained_tokens" if "no_trained_tokens" in reasons else reasons.most_common(1)[0][0]
-    example = next(s for s in selection.skipped if s["reason"] == most)
+    where, detail = account.examples[most]
     listed = ", ".join(f"{n} × {reason}" for reason, n in reasons.most_common())
     return PipelineError(
-        f"none of {selection.read} conversations can be trained on ({listed}); for example {example['where']}: "
-        f"{example['detail']}", field="prompts.source", value=config.prompts.source,
-        fix=fixes.get(most, "look at the source's records"))
+        f"none of {read} conversations can be trained on ({listed}); for example {where}: {detail}",
+        field="prompts.source", value=config.prompts.source, fix=fixes.get(most, "look at the source's records"))
 
 
-def _all_counts(selection: Selection, counts: Counter[str]) -> dict[str, int]:
-    reasons = Counter(s["reason"] for s in selection.skipped)
+def _summary(total: Counter[str], counts: Counter[str]) -> str:
+    left_out = [f"{n} {name.removeprefix('skipped_')}" for name, n in _ordered(total).items()
+                if n and name not in ("read", "kept")]
+    return (f"prompts: {total['kept']} of {total['read']} conversations kept"
+            + (f" ({', '.join(left_out)})" if left_out else "")
+            + f": {counts['train_samples']} samples to train on, {counts['heldout_samples']} held out; "
+              f"{counts['trained_tokens']} of {counts['tokens']} tokens are trained")
+
+
+def all_counts(total: Counter[str], counts: Counter[str]) -> dict[str, int]:
+    """What the manifest says of the stage: what became of the records, and what is in the samples."""
     of_samples = ("train_samples", "heldout_samples", "tokens", "trained_tokens", "finish_stop", "finish_length")
-    return {
-        "read": selection.read,
-        "kept": counts["kept"],
-        "duplicates": selection.duplicates,
-        **{f"skipped_{reason}": n for reason, n in sorted(reasons.items())},
-        **{name: counts[name] for name in of_samples},
-    }
+    of_answers = sorted(name for name in counts if name.startswith(("answers_", "ended_")))
+    return {**_ordered(total), **{name: counts[name] for name in (*of_samples, *of_answers)}}
+
+
+def by_source(paths: list[str], counts: list[Counter[str]]) -> list[dict[str, int | str]]:
+    """The same for each source."""
+    return [{"path": path, **_ordered(of)} for path, of in zip(paths, counts, strict=True)]
+
+
+def _ordered(counts: Counter[str]) -> dict[str, int]:
+    named = ("read", "kept", "duplicates")
+    return {name: counts[name] for name in (*named, *sorted(counts.keys() - set(named)))}

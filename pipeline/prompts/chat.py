@@ -1,7 +1,8 @@
 """Chat template → token ids and loss mask: which tokens of a conversation the target generated.
 
-The mask of an assistant turn covers everything after the generation prompt up to and including the end-of-turn token,
-and not the newline that many templates put behind it, because nobody generates that.
+The mask of an assistant turn covers everything after the generation prompt up to and including the end-of-turn token:
+reasoning, content, tool calls. It does not cover the newline that many templates put behind, because nobody generates
+that. A token across a turn's first or last letter (``\\n\\n``, half of it the header's) is not what was generated either.
 
 Where a turn lies in the rendered text is found in one of two ways, and which tokens lie there again in one of two:
 
@@ -9,8 +10,8 @@ Where a turn lies in the rendered text is found in one of two ways, and which to
 method       where the turn lies                               which tokens lie there
 ===========  ================================================  =============================================
 `tags`       ``{% generation %}`` tags of the template         character offsets, else prefixes as below
-`offsets`    rendering the conversation up to the turn         character offsets of a fast tokenizer
-`prefixes`   rendering the conversation up to the turn         tokenizing the text up to the turn's start and
+`offsets`    rendering up to the turn (turns.py)               character offsets of a fast tokenizer
+`prefixes`   rendering up to the turn (turns.py)               tokenizing the text up to the turn's start and
                                                                end (slow tokenizers: Kimi, SpecForge PR 108)
 ===========  ================================================  =============================================
 """
@@ -18,32 +19,34 @@ method       where the turn lies                               which tokens lie 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Iterable
 from functools import cached_property
-from os.path import commonprefix
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pipeline.prompts.messages import Reasoning, answer_start, engine_messages, engine_tools, reasoning_of, without_reasoning
+from pipeline.prompts.refused import Refused
+from pipeline.prompts.turns import Span, Tools, TurnFinder
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
 Method = Literal["tags", "offsets", "prefixes"]
-Span = tuple[int, int]
-
-# Stands in for a turn's content to see what of the rendered text is content. Private-use characters, different at both
-# ends, so that the text agrees with the real rendering exactly up to the content's first and from its last character.
-_STAND_IN = "\ue0f0content\ue0f1"
 
 
-class Refused(Exception):
-    """A conversation that cannot become a sample.
+class Encoded(NamedTuple):
+    """A conversation as the target sees it.
 
     Attributes:
-        reason: one word for counting, e.g. ``template``.
-        detail: the sentence for people.
+        input_ids: T token ids.
+        loss_mask: T zeros and ones; 1 marks a token that the target generated.
+        turn_ends: for each assistant turn the number of tokens up to its end.
     """
 
-    def __init__(self, reason: str, detail: str):
-        self.reason, self.detail = reason, detail
-        super().__init__(f"{reason}: {detail}")
+    input_ids: list[int]
+    loss_mask: list[int]
+    turn_ends: list[int]
 
 
 class ChatEncoder:
@@ -53,109 +56,192 @@ class ChatEncoder:
         tokenizer: of the target, with a chat template.
         eos_token_ids: the tokens that end a turn for the target.
         method: how to find the tokens of a turn; by default the first of tags, offsets and prefixes that applies.
+        reasoning: "keep" trains it, "mask" keeps it in the text only, "drop" takes it out of the messages.
+        train_on: every assistant turn, or the last one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int], method: Method | None = None):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int], method: Method | None = None, *,
+                 reasoning: Reasoning = "keep", train_on: Literal["all", "last"] = "all"):
+        self.tokenizer, self.reasoning, self.train_on = tokenizer, reasoning, train_on
         self.method: Method = method or ("tags" if self.has_tags else "offsets" if tokenizer.is_fast else "prefixes")
         ends = dict.fromkeys([*eos_token_ids, tokenizer.eos_token_id])
-        self._end_strings = [tokenizer.convert_ids_to_tokens(i) for i in ends if i is not None]
+        self._turns = TurnFinder(self._render, [tokenizer.convert_ids_to_tokens(i) for i in ends if i is not None])
 
     @cached_property
     def has_tags(self) -> bool:
         """Whether the template marks what is generated."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.tokenizer.get_chat_template()) is not None
 
-    def prompt_ids(self, messages: list[dict]) -> list[int]:
+    def prompt_ids(self, messages: list[dict], tools: Tools = None) -> list[int]:
         """Token ids of a conversation that waits for the target's answer, including the generation prompt.
 
         Raises:
             Refused: the template does not accept the conversation.
         """
-        return self._tokenize(self._render(messages, prompt=True))
+        return self._tokenize(self._render(engine_messages(messages, self.reasoning), engine_tools(tools), prompt=True))
 
-    def encode(self, messages: list[dict]) -> tuple[list[int], list[int]]:
-        """Token ids and loss mask (both [T]) of a whole conversation, every assistant turn marked.
+    def encode(self, messages: list[dict], tools: Tools = None) -> Encoded:
+        """A whole conversation.
 
         Raises:
             Refused: the template does not accept the conversation, drops a turn, or tokens cannot be told apart.
         """
-        text = self._render(messages)
-        spans = self._tagged_spans(messages) if self.method == "tags" else self._rendered_spans(messages, text)
-        if self.method != "prefixes" and self.tokenizer.is_fast:
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            return list(encoded["input_ids"]), _mask_by_offsets(encoded["offset_mapping"], spans)
-        ids = self._tokenize(text)
-        return ids, self._mask_by_prefixes(text, ids, spans)
+        found = self.encode_batch([(messages, tools)])[0]
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    def encode_batch(self, conversations: Iterable[tuple[list[dict], Tools]]) -> list[Encoded | Refused]:
+        """Whole conversations, each a pair of messages and tools, tokenized in one call."""
+        rendered = [self._rendered(messages, tools) for messages, tools in conversations]
+        accepted = [i for i, found in enumerate(rendered) if not isinstance(found, Refused)]
+        texts = [rendered[i][0] for i in accepted]
+        if not texts or self.method == "prefixes" or not self.tokenizer.is_fast:
+            borders = [_PrefixBorders(self, text) for text in texts]
+        else:
+            # As apply_chat_template tokenizes: the template writes the special tokens itself.
+            batch = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            borders = [_OffsetBorders(encoding) for encoding in batch.encodings]
+        out: list[Encoded | Refused] = list(rendered)
+        for i, border in zip(accepted, borders, strict=True):
+            try:
+                out[i] = self._masked(border, rendered[i][1])
+            except Refused as e:
+                out[i] = e
+        return out
+
+    def _rendered(self, messages: list[dict], tools: Tools) -> tuple[str, list[list[Span]]] | Refused:
+        """Text, and for each assistant turn the spans that were generated."""
+        try:
+            messages, tools = engine_messages(messages, self.reasoning), engine_tools(tools)
+            if self.method == "tags":
+                text, tagged = self._render_tagged(messages, tools)
+                turns = [[span] for span in tagged]
+                if len(turns) != sum(message["role"] == "assistant" for message in messages):  # one is tagged in parts
+                    whole = self._turns.spans(messages, tools, text)
+                    turns = [[tag for tag in tagged if a <= tag[0] < b] for a, b in whole]
+            else:
+                text = self._render(messages, tools)
+                turns = [[span] for span in self._turns.spans(messages, tools, text)]
+            if self.reasoning == "mask":
+                places = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+                turns = [self._unreasoned(text, spans, messages, k, tools) for spans, k in zip(turns, places)]
+            return text, turns
+        except Refused as e:
+            return e
+
+    def _unreasoned(self, text: str, spans: list[Span], messages: list[dict], k: int, tools: Tools) -> list[Span]:
+        """The spans of turn k without its reasoning."""
+        if not spans:
+            return spans
+        (start, _), (_, end) = spans[0], spans[-1]
+        thought = reasoning_of(messages[k])
+        begin = answer_start(text, start, end, thought)
+        if begin is None and thought.strip() and thought.strip() in text[start:end]:
+            answered = [*messages[:k], without_reasoning(messages[k]), *messages[k + 1:]]
+            if self._render(answered, tools) != text:  # else the template left it out and the answer says the same
+                raise Refused("reasoning", f"how the template marks the reasoning of turn {k} is not known, so it cannot be "
+                              "masked")
+        return spans if begin is None else [(max(a, begin), b) for a, b in spans if b > begin]
+
+    def _masked(self, borders: _OffsetBorders | _PrefixBorders, turns: list[list[Span]]) -> Encoded:
+        ids = borders.ids
+        mask, ends = [0] * len(ids), []
+        for k, spans in enumerate(turns):
+            for a, b in spans:
+                start, end = borders.first_from(a), borders.count_until(b)
+                if self.train_on == "all" or k == len(turns) - 1:
+                    mask[start:end] = [1] * (end - start)
+            ends.append(end if spans else 0)
+        return Encoded(ids, mask, ends)
 
     def _tokenize(self, text: str) -> list[int]:
-        # apply_chat_template tokenizes just so: the template writes the special tokens itself.
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _render(self, messages: list[dict], *, prompt: bool = False) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        except Exception as e:  # jinja2 errors, TypeErrors on missing fields, or what remote code raises
-            raise Refused("template", f"the chat template does not accept it: {e}") from e
+    def _render(self, messages: list[dict], tools: Tools, *, prompt: bool = False) -> str:
+        def render(tools: Tools) -> str:
+            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
-    def _tagged_spans(self, messages: list[dict]) -> list[Span]:
+        return _tried(render, tools)
+
+    def _render_tagged(self, messages: list[dict], tools: Tools) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, spans = render_jinja_template(
-            conversations=[messages], chat_template=self.tokenizer.get_chat_template(),
-            return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map)
-        return [(start, self._turn_end(texts[0], start, end)) for start, end in spans[0]]
+        def render(tools: Tools) -> tuple[list[str], list[list[Span]]]:
+            return render_jinja_template(
+                conversations=[messages], tools=tools, return_assistant_tokens_mask=True,
+                chat_template=self.tokenizer.get_chat_template(tools=tools), **self.tokenizer.special_tokens_map)
 
-    def _rendered_spans(self, messages: list[dict], text: str) -> list[Span]:
-        spans = []
-        for k, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._render(messages[:k], prompt=True) if k else ""
-            stand_in = self._render([*messages[:k], message | {"content": _STAND_IN}, *messages[k + 1:]])
-            if _STAND_IN[0] not in stand_in:
-                raise Refused("template", f"the chat template leaves out turn {k}")
-            start = len(commonprefix([text, stand_in]))
-            end = len(text) - len(commonprefix([text[::-1], stand_in[::-1]]))
-            # What the target generates begins after the generation prompt: with Qwen3 that includes the think block.
-            # A template may render an earlier turn differently from what it prompts for; then it begins at the content.
-            if before and text.startswith(before):
-                start = len(before)
-            spans.append((start, self._turn_end(text, start, end, tools=bool(message.get("tool_calls")))))
-        return spans
-
-    def _turn_end(self, text: str, start: int, end: int, *, tools: bool = False) -> int:
-        """The end of a turn whose content ends at `end`, moved to just behind its end-of-turn token."""
-        inside = [i + len(s) for s in self._end_strings if (i := text.rfind(s, start, end)) >= 0]
-        if inside and not text[max(inside):end].strip():
-            return max(inside)
-        after = [(i, i + len(s)) for s in self._end_strings if (i := text.find(s, end)) >= 0]
-        # Only blanks may lie between, or tool calls: some templates do not end a turn that another one follows.
-        if after and (tools or not text[end:min(after)[0]].strip()):
-            return min(after)[1]
-        return end
-
-    def _mask_by_prefixes(self, text: str, ids: list[int], spans: list[Span]) -> list[int]:
-        mask = [0] * len(ids)
-        for span in spans:
-            start, end = (self._prefix_length(text[:position], ids) for position in span)
-            mask[start:end] = [1] * (end - start)
-        return mask
-
-    def _prefix_length(self, prefix: str, ids: list[int]) -> int:
-        head = self._tokenize(prefix)
-        if ids[:len(head)] != head:
-            raise Refused("prefix", "a token lies across the border of a turn: the tokens of "
-                          f"…{prefix[-20:]!r} are not a prefix of the conversation's tokens")
-        return len(head)
+        (text,), (spans,) = _tried(render, tools)
+        return text, [(start, self._turns.turn_end(text, start, end)) for start, end in spans]
 
 
-def _mask_by_offsets(offsets: list[Span], spans: list[Span]) -> list[int]:
-    """1 for each token that lies within a span; a token across its border belongs to what is before it."""
-    mask = [0] * len(offsets)
-    for start, end in spans:
-        for i, (a, b) in enumerate(offsets):
-            # Tokenizers may trim blanks off offsets: a token of blanks is then empty and lies at its own end.
-            if start <= a and start < b <= end:
-                mask[i] = 1
-    return mask
+def _tried(render, tools: Tools):
+    """Render as SGLang does: where a template does not take schemas in OpenAI's wrapper, the bare functions."""
+    try:
+        return render(tools)
+    except Exception as first:  # jinja2 errors, TypeErrors on missing fields, or what remote code raises
+        try:
+            if tools:
+                return render([tool["function"] for tool in tools])
+        except Exception:
+            pass
+        raise Refused("template", f"the chat template does not accept it: {first}") from first
+
+
+class _OffsetBorders:
+    """Which tokens lie at a position of the text, by the character offsets of a fast tokenizer."""
+
+    def __init__(self, encoding: Encoding):
+        self.ids: list[int] = encoding.ids
+        self._encoding = encoding
+
+    def count_until(self, position: int) -> int:
+        """Number of tokens that end at or before `position`."""
+        over = self._encoding.char_to_token(position)  # the first token that covers the letter there
+        if over is not None:
+            return over
+        return bisect_right(range(len(self.ids)), position, key=self._end)
+
+    def first_from(self, position: int) -> int:
+        """The first token that begins at or after `position`."""
+        token = self.count_until(position)
+        while token < len(self.ids) and self._start(token) < position:
+            token += 1
+        return token
+
+    def _end(self, token: int) -> int:
+        return self._encoding.token_to_chars(token)[1]
+
+    def _start(self, token: int) -> int:
+        # Tokenizers may trim blanks off offsets: they belong to the token behind them.
+        return min(self._encoding.token_to_chars(token)[0], self._end(token - 1) if token else 0)
+
+
+class _PrefixBorders:
+    """The same for a slow tokenizer: by tokenizing the text up to a position."""
+
+    def __init__(self, encoder: ChatEncoder, text: str):
+        self._text, self._encoder = text, encoder
+        self.ids = encoder._tokenize(text)
+
+    def count_until(self, position: int) -> int:
+        return self._around(position)[0]
+
+    def first_from(self, position: int) -> int:
+        return self._around(position)[1]
+
+    def _around(self, position: int) -> tuple[int, int]:
+        head = self._encoder._tokenize(self._text[:position])
+        if self.ids[:len(head)] == head:
+            return len(head), len(head)
+        # A token lies across: the text of the tokens up to it is shorter than the position, with it it is longer.
+        if self._decoded(len(self.ids)) != self._text:
+            raise Refused("prefix", f"a token lies across the border of a turn at …{self._text[:position][-20:]!r}, and "
+                          "the tokenizer does not give the text back")
+        count = bisect_right(range(1, len(self.ids) + 1), position, key=lambda n: len(self._decoded(n)))
+        return count, count + (len(self._decoded(count)) < position)
+
+    def _decoded(self, count: int) -> str:
+        return self._encoder.tokenizer.decode(self.ids[:count], skip_special_tokens=False,
+                                              clean_up_tokenization_spaces=False)

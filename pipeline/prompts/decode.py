@@ -1,15 +1,19 @@
 """Batched decoding with transformers: how the target writes its responses where no engine is started.
 
 Written as a loop of our own because `model.generate` keeps finished rows in the batch, concatenates the whole cache
-at every step, and draws a sampled batch from one random stream, so that a resumed run would answer differently.
+at every step, reads a system prompt that all prompts share once for each of them, and draws a sampled batch from one
+random stream, so that a resumed run would answer differently. `benchmarks/generate.py` times both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 # Rows that have ended cost as much as live ones, but dropping them copies the cache: drop when this share has ended.
 _DROP_SHARE = 1 / 8
@@ -41,11 +45,17 @@ def generate_batch(model, prompts: list[list[int]], *, max_new_tokens: int, eos_
     """
     device = model.device
     width = max(len(p) for p in prompts)
+    cache, plain = _cache(model, width + max_new_tokens)
+    # Padding lies between the shared tokens and the others, and a sliding window counts it.
+    shared = _shared_prefix(prompts) if plain else 0
     pad = eos_token_ids[0]  # never attended to
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache = _cache(model, width + max_new_tokens)
+    ids = torch.tensor([[pad] * (width - len(p)) + p[shared:] for p in prompts], device=device)
+    mask = torch.tensor([[1] * shared + [0] * (width - len(p)) + [1] * (len(p) - shared) for p in prompts], device=device)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, shared:]
+    if shared:
+        model(input_ids=torch.tensor([prompts[0][:shared]], device=device), past_key_values=cache, use_cache=True,
+              logits_to_keep=1)
+        cache.batch_select_indices(torch.zeros(len(prompts), dtype=torch.long, device=device))
     uniforms = _uniforms(seeds, max_new_tokens) if temperature > 0 else None
 
     written: list[list[int]] = [[] for _ in prompts]
@@ -56,7 +66,7 @@ def generate_batch(model, prompts: list[list[int]], *, max_new_tokens: int, eos_
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
                        use_cache=True, logits_to_keep=1).logits[:, -1]
         if uniforms is None:
-            ids = logits.argmax(-1, keepdim=True)
+            ids = logits.max(-1, keepdim=True).indices  # argmax, which takes four times as long in bf16 on a CPU
         else:
             ids = _sample(logits, uniforms[rows, step].to(device), temperature, top_p)
         for row, token, end in zip(rows, ids[:, 0].tolist(), torch.isin(ids[:, 0], ends).tolist()):
@@ -74,6 +84,16 @@ def generate_batch(model, prompts: list[list[int]], *, max_new_tokens: int, eos_
             cache.batch_select_indices(keep)
             rows = [rows[i] for i in live]
     return [Response(ids, "stop" if end else "length") for ids, end in zip(written, stopped)]
+
+
+def _shared_prefix(prompts: list[list[int]]) -> int:
+    """How many tokens all prompts begin with (the system prompt, most often); at least one is left of each."""
+    first, last = min(prompts), max(prompts)  # whatever these two share, those between them share too
+    longest = min(len(p) for p in prompts) - 1
+    same = 0
+    while same < longest and first[same] == last[same]:
+        same += 1
+    return same if len(prompts) > 1 else 0
 
 
 def use_grouped_attention(model) -> None:
@@ -128,8 +148,11 @@ def _sample(logits: torch.Tensor, uniform: torch.Tensor, temperature: float, top
     return tokens.gather(-1, rank.minimum(nucleus - 1))
 
 
-def _cache(model, length: int):
-    """The model's own kind of cache, whose plain layers write into buffers of `length` tokens, not concatenating."""
+def _cache(model, length: int) -> tuple[DynamicCache, bool]:
+    """The model's own kind of cache, whose plain layers write into buffers of `length` tokens, not concatenating.
+
+    Also whether all its layers are plain: each token sees every token before it.
+    """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
@@ -151,5 +174,6 @@ def _cache(model, length: int):
             self.keys, self.values = (b[:, :, :end] for b in self.buffers)
 
     cache = DynamicCache(config=model.config)
-    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+    plain = [type(layer) is DynamicLayer for layer in cache.layers]
+    cache.layers = [PreallocatedLayer() if p else layer for p, layer in zip(plain, cache.layers)]
+    return cache, all(plain)

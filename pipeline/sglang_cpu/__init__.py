@@ -2,9 +2,9 @@
 
 * `shim/` goes on PYTHONPATH of the engine's processes: `sgl_kernel` (torch stand-ins for the C++ ops that SGLang
   imports on a CPU; PyPI carries only the CUDA build) and `sitecustomize` (makes torchvision importable there, see
-  `pipeline.torchvision_ops`).
-* `spec_attention` is an SGLang plugin: EAGLE's verify, draft-extend and multi-step draft modes, and DeepSeek's latent
-  attention, for the `torch_native` attention backend (the backend itself is in `torch_native_eagle`).
+  `pipeline.engines.torchvision_ops`).
+* `spec_attention` is an SGLang plugin: EAGLE's verify, draft-extend and multi-step draft modes, attention sinks and DeepSeek's
+  latent attention for the `torch_native` attention backend (the backend itself is in `torch_native_eagle`).
 
 All of it is a way to run the real engine where no GPU is. It is never used where one is.
 """

@@ -1,9 +1,10 @@
-"""SGLang plugin: EAGLE and DeepSeek-type targets on the `torch_native` attention backend, for engines without a GPU.
+"""SGLang plugin: EAGLE, attention sinks, DeepSeek-type and Qwen2-MoE targets, for engines without a GPU.
 
-Stock SGLang 0.5.23 has three gaps there. `DraftBackendFactory` knows no draft backend of that name ("EAGLE is not
-supported in decode attention backend torch_native"); the backend's prefill path reads fields that a verify batch does
-not carry and ignores the draft tree's mask; and multi-head latent attention (MLA) is sent to a chunked prefill that
-this backend lacks. `register` is the entry point (group `sglang.srt.plugins`) that SGLang calls in every process.
+Stock SGLang 0.5.23 has gaps on its `torch_native` attention backend. `DraftBackendFactory` knows no draft backend of that
+name ("EAGLE is not supported in decode attention backend torch_native"); the backend's prefill path reads fields that a
+verify batch does not carry, ignores the draft tree's mask and takes no attention sinks (gpt-oss); multi-head latent
+attention (MLA) is sent to a chunked prefill that this backend lacks; and Qwen2-MoE's gated shared expert is a Triton kernel.
+`register` is the entry point (group `sglang.srt.plugins`) that SGLang calls in every process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _BACKEND = "torch_native"
 
 
 def register() -> None:
-    """Fill the gaps, for the `torch_native` backend only, and only where SGLang's CPU engine is switched on."""
+    """Fill the gaps, only where SGLang's CPU engine is switched on."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -27,6 +28,15 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", _create_draft_backend, HookType.AROUND
     )
+    HookRegistry.register(
+        "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add", add_gated, HookType.REPLACE
+    )
+
+
+def add_gated(hidden_states, gate_weight, shared_output, final_hidden_states) -> None:
+    """final_hidden_states [T, H] += sigmoid(hidden_states [T, H] · gate_weight [H]) · shared_output [T, H], in fp32."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
+    final_hidden_states.copy_(final_hidden_states.float() + gate[:, None] * shared_output.float())
 
 
 def _target_backend(model_runner):

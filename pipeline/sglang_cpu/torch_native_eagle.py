@@ -1,4 +1,6 @@
-"""The `torch_native` attention backend, taught EAGLE's forward modes. Imports SGLang, so import it inside functions.
+"""The `torch_native` attention backend, taught EAGLE's forward modes and attention sinks.
+
+Imports SGLang, so import it inside functions.
 
 | forward mode | queries of a request | keys they see |
 |---|---|---|
@@ -21,6 +23,7 @@ def suffix_attention(
     tree_mask: torch.Tensor | None = None,
     *,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
@@ -30,12 +33,14 @@ def suffix_attention(
         query: [n, heads, d]. key: [T, kv heads, d]. value: [T, kv heads, d_v].
         tree_mask: [n, n] bool, which of the last n tokens each of them sees; None: causal.
         window: how many positions back a token sees, itself not counted; None: all.
+        sinks: [heads], a score per head that takes part in the softmax and has no value (gpt-oss).
     Returns:
         [n, heads, d_v]
     """
     n, total = query.shape[0], key.shape[0]
     prefix = total - n
-    plain_causal = prefix == 0 and tree_mask is None and window is None
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    plain_causal = prefix == 0 and tree_mask is None and window is None and sinks is None
     mask = None
     if not plain_causal:
         among_new = torch.ones(n, n, dtype=torch.bool).tril() if tree_mask is None else tree_mask
@@ -43,10 +48,14 @@ def suffix_attention(
         if window is not None:
             new = prefix + among_new.sum(-1) - 1  # a node's position is its depth, not its place in the tree
             mask &= torch.cat([torch.arange(prefix), new]) >= new[:, None] - window
+    if sinks is not None:  # one more key, whose score is only what the mask adds
+        key, value = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (key, value))
+        scores = query.new_zeros(mask.shape).masked_fill(~mask, float("-inf")).expand(query.shape[1], -1, -1)
+        mask = torch.cat([scores, sinks.to(query.dtype)[:, None, None].expand(-1, n, 1)], dim=2)[None]
     out = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
-        key.transpose(0, 1)[None].to(query.dtype),
-        value.transpose(0, 1)[None].to(query.dtype),
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
         attn_mask=mask,
         is_causal=plain_causal,
         scale=scale,
@@ -63,6 +72,15 @@ class EagleTorchNativeBackend(TorchNativeAttnBackend):
         self.lengths: list[tuple[int, int]] | None = None  # per request (n, T) of `suffix_attention`; None: decode
         self.tree_masks: torch.Tensor | None = None  # [bs, n, n]
         self.draft_branches: tuple[torch.Tensor, torch.Tensor] | None = None  # set by MultiStepDraftBackend
+        self.sinks: torch.Tensor | None = None  # of the layer that runs now
+
+    def forward_extend(self, *args, sinks=None, **kwargs):
+        self.sinks = sinks
+        return super().forward_extend(*args, **kwargs)
+
+    def forward_decode(self, *args, sinks=None, **kwargs):
+        self.sinks = sinks
+        return super().forward_decode(*args, **kwargs)
 
     def init_forward_metadata(self, forward_batch):
         super().init_forward_metadata(forward_batch)
@@ -96,6 +114,7 @@ class EagleTorchNativeBackend(TorchNativeAttnBackend):
                 v_cache[slots],
                 None if self.tree_masks is None else self.tree_masks[i],
                 window=kwargs["sliding_window_size"],
+                sinks=self.sinks,
                 scale=kwargs["scaling"],
                 enable_gqa=kwargs["enable_gqa"],
             )
@@ -108,9 +127,22 @@ class EagleTorchNativeBackend(TorchNativeAttnBackend):
         if self.draft_branches is not None:  # query has bs·topk rows, one per branch
             req_to_token, seq_lens = self.draft_branches
             req_pool_indices = torch.arange(seq_lens.numel())
-        return super()._run_sdpa_forward_decode(
-            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *args, **kwargs
-        )
+        if self.sinks is None:
+            return super()._run_sdpa_forward_decode(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *args, **kwargs
+            )
+        for i, total in enumerate(seq_lens.tolist()):
+            slots = req_to_token[req_pool_indices[i], :total]
+            output[i] = suffix_attention(
+                query[i : i + 1],
+                k_cache[slots],
+                v_cache[slots],
+                window=kwargs["sliding_window_size"],
+                sinks=self.sinks,
+                scale=kwargs["scaling"],
+                enable_gqa=kwargs["enable_gqa"],
+            )[0]
+        return output
 
 
 class MultiStepDraftBackend:

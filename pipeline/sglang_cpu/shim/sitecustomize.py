@@ -11,7 +11,7 @@ import sys
 from importlib.machinery import PathFinder
 
 with contextlib.suppress(ImportError):  # another interpreter that inherited PYTHONPATH
-    from pipeline.torchvision_ops import declare_on_import
+    from pipeline.engines.torchvision_ops import declare_on_import
 
     declare_on_import()
 

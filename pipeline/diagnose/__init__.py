@@ -1,0 +1,1 @@
+"""The wiring of a drafter that others trained, inferred."""

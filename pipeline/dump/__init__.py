@@ -1,0 +1,1 @@
+"""Stage 2: hidden states out of the engine, in shards."""

@@ -1,0 +1,1 @@
+"""What layer ids mean: to every class of the installed engines, asked and proven."""

@@ -1,0 +1,1 @@
+"""Stage 4: the drafter, training-time test, and the trainer."""

@@ -1,0 +1,194 @@
+"""TTT attention, exact and without a mask: flash attention over step 0's keys merged with single-key terms.
+
+At TTT step j row i sees the keys of rows 0 … i of step 0 (causal) and, of every step t = 1 … j, only its own key.
+With out_0 and the logsumexp lse_0 from flash attention over step 0, and s_t = q_i · k_{t,i} / sqrt(d),
+
+    lse = logsumexp(lse_0, s_1, …, s_j)
+    out = exp(lse_0 - lse) · out_0 + Σ_t exp(s_t - lse) · v_{t,i}
+
+Flash attention's backward recomputes its probabilities from the logsumexp it is given. Called with the *merged* out and
+lse it returns exactly step 0's share of the gradients, as ring attention does (Liu et al. 2023, arXiv 2310.01889).
+
+Only gated rows have queries. `is_causal` with fewer queries than keys means different things in different kernels, so a
+run of queries is split into two calls that mean the same everywhere: full attention over the keys before the run, and a
+square causal block over the run itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.train.alignment import Segment
+
+
+class _Block(NamedTuple):
+    """One call of the flash kernel: queries × keys (slices of rows)."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def ttt_attention(
+    q: Tensor, k0: Tensor, v0: Tensor, own_k: Sequence[Tensor], own_v: Sequence[Tensor], segments: Sequence[Segment]
+) -> Tensor:
+    """Attention of one TTT step.
+
+    Args:
+        q: [N, heads, head_dim] queries of the compact rows.
+        k0, v0: [R, kv_heads, head_dim] step 0's keys and values of all packed rows; kv_heads divides heads.
+        own_k, own_v: j tensors [N, kv_heads, head_dim], the rows' own keys and values of steps 1 … j.
+        segments: how compact rows lie in packed rows; together they cover all N.
+
+    Returns:
+        [N, heads, head_dim]
+    """
+    return _TTTAttention.apply(q, k0, v0, tuple(segments), *own_k, *own_v)
+
+
+class _TTTAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k0, v0, segments, *own):
+        steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
+        own_k, own_v = own[:steps], own[steps:]
+        scale = q.shape[-1] ** -0.5
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=_lse_dtype(q))
+        blocks = []
+        for s in segments:
+            queries = slice(s.start, s.stop)
+            run = _Block(queries, slice(s.first_row, s.first_row + s.stop - s.start), causal=True)
+            blocks.append((run, *_flash_forward(q[run.queries], k0[run.keys], v0[run.keys], True, scale)))
+            part_out, part_lse = blocks[-1][1:3]
+            if s.first_key < s.first_row:
+                past = _Block(queries, slice(s.first_key, s.first_row), causal=False)
+                blocks.append((past, *_flash_forward(q[past.queries], k0[past.keys], v0[past.keys], False, scale)))
+                part_out, part_lse = _merge(part_out, part_lse, *blocks[-1][1:3])
+            out[queries], lse[queries] = part_out, part_lse
+        if steps:
+            wide = q.to(lse.dtype)
+            scores = torch.stack([_dot(wide, k, groups) for k in own_k]).mul_(scale)  # [j, N, heads]
+            flash_lse, lse = lse, torch.logsumexp(torch.cat([lse[None], scores]), 0)
+            out *= (flash_lse - lse).exp_()[..., None].to(out.dtype)
+            for score, v in zip(scores, own_v, strict=True):
+                _grouped(out, groups).addcmul_(
+                    _grouped((score - lse).exp_()[..., None].to(out.dtype), groups), v[:, :, None]
+                )
+        ctx.save_for_backward(q, k0, v0, out, lse, *own)
+        ctx.blocks = [(block, state) for block, _, _, state in blocks]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k0, v0, out, lse, *own = ctx.saved_tensors
+        steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
+        own_k, own_v = own[:steps], own[steps:]
+        scale = q.shape[-1] ** -0.5
+        grad = grad.contiguous()
+        dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
+        for block, state in ctx.blocks:
+            part = _flash_backward(
+                grad[block.queries], q[block.queries], k0[block.keys], v0[block.keys],
+                out[block.queries], lse[block.queries], block.causal, scale, state,
+            )  # fmt: skip
+            dq[block.queries] += part[0]
+            dk0[block.keys] += part[1]
+            dv0[block.keys] += part[2]
+        dks, dvs = [], []
+        if steps:
+            wide_q, wide_grad = q.to(lse.dtype), grad.to(lse.dtype)
+            delta = (wide_grad * out.to(lse.dtype)).sum(-1)  # [N, heads]: Σ_t p_t dp_t over all keys
+        for k, v in zip(own_k, own_v, strict=True):
+            p = (_dot(wide_q, k, groups).mul_(scale) - lse).exp_()  # [N, heads]
+            ds = (p * (_dot(wide_grad, v, groups) - delta)).mul_(scale)[..., None].to(q.dtype)
+            p = p[..., None].to(q.dtype)
+            _grouped(dq, groups).addcmul_(_grouped(ds, groups), k[:, :, None])
+            dks.append(_grouped(ds * q, groups).sum(2))
+            dvs.append(_grouped(p * grad, groups).sum(2))
+        return dq, dk0, dv0, None, *dks, *dvs
+
+
+def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    share_a, share_b = ((part - lse).exp_()[..., None].to(out_a.dtype) for part in (lse_a, lse_b))
+    return out_a * share_a + out_b * share_b, lse
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[N, heads, ·] → [N, kv_heads, groups, ·], a view: head h reads key head h // groups."""
+    return x.unflatten(1, (-1, groups))
+
+
+def _dot(x: Tensor, kv: Tensor, groups: int) -> Tensor:
+    """Row-wise x · kv in x's precision, which is the logsumexp's: [N, heads, d] with [N, kv_heads, d] → [N, heads]."""
+    return (_grouped(x, groups) * kv.to(x.dtype)[:, :, None]).sum(-1).flatten(1)
+
+
+def _lse_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# -- the kernels of PyTorch that return a logsumexp. All take and give [rows, heads, head_dim]; lse is [rows, heads]. --
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, tuple]:
+    """out, lse and what the kernel's own backward wants besides."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_bhsd(q, k, v), 0.0, causal, scale=scale)
+        state = ()
+    elif q.dtype in (torch.float16, torch.bfloat16):
+        out, lse, *state = aten._scaled_dot_product_flash_attention(
+            *_bhsd(q, k, v), 0.0, causal, False, scale=scale
+        )
+        state = tuple(state[:6])  # cum_seq_q, cum_seq_k, max_q, max_k, rng state and offset
+    else:
+        k, v = _expand(k, q.shape[1]), _expand(v, q.shape[1])
+        out, lse, *state = aten._scaled_dot_product_efficient_attention(
+            *_bhsd(q, k, v), None, True, 0.0, causal, scale=scale
+        )
+        lse = lse[..., : len(q)]  # the kernel pads its rows to a multiple of 32
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1), tuple(state)
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, state: tuple
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of the keys given, for an out and lse that may have been merged with other keys."""
+    aten = torch.ops.aten
+    kv_heads = k.shape[1]
+    lse = lse.transpose(0, 1).contiguous()[None]  # [1, heads, rows]
+    if q.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_bhsd(grad, q, k, v, out), lse, 0.0, causal, scale=scale
+        )
+    elif q.dtype in (torch.float16, torch.bfloat16):
+        cum_q, cum_k, max_q, max_k, seed, offset = state
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            *_bhsd(grad, q, k, v, out), lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset, scale=scale
+        )
+    else:
+        k, v = _expand(k, q.shape[1]), _expand(v, q.shape[1])
+        # +inf makes the padded rows' probabilities exp(s - lse) vanish.
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            *_bhsd(grad, q, k, v), None, *_bhsd(out), lse, *state, 0.0, [True, True, True, False], causal, scale=scale
+        )
+    dq, dk, dv = (g[0].transpose(0, 1) for g in grads[:3])
+    if dk.shape[1] != kv_heads:
+        dk, dv = (g.unflatten(1, (kv_heads, -1)).sum(2) for g in (dk, dv))
+    return dq, dk, dv
+
+
+def _bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[rows, heads, d] → [1, heads, rows, d], a view."""
+    return tuple(t.transpose(0, 1)[None] for t in tensors)
+
+
+def _expand(kv: Tensor, heads: int) -> Tensor:
+    return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], 1)

@@ -1,0 +1,3 @@
+from forked_engine import import_engine
+
+import_engine()
