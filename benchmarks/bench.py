@@ -88,9 +88,11 @@ def machine() -> dict:
 
 
 def machine_name() -> str:
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.machine())
-    return f"{os.cpu_count()} × {model}"
+    """Cores, model, and the widest instructions: hypervisors give machines of different rates one model name."""
+    info = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    info = {key.strip(): value.strip() for key, value in info.items()}
+    widest = next((x for x in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if x in info.get("flags", "").split()), "")
+    return f"{os.cpu_count()} × {info.get('model name', platform.machine())} {widest}".rstrip()
 
 
 def matmul_rates(threads: int) -> dict:

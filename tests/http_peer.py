@@ -35,6 +35,7 @@ class Peer:
         trouble: (body, how often this prompt was asked before) → what goes wrong: status, headers and text, or DROP;
             None.
         delay: seconds that an answer takes.
+        takes: requests that are worked on at once; what comes on top of them gets 429 at once. None: any number.
         asked, headers: of every request for an answer.
         most_at_once: requests in flight.
     """
@@ -42,6 +43,7 @@ class Peer:
     def __init__(self):
         self.trouble: Callable[[dict, int], Trouble] = lambda asked, times: None
         self.delay = 0.0
+        self.takes: int | None = None
         self.text_of: Callable[[list[int]], str] | None = None
         """give the text alone, as servers do that know no token ids"""
         self.models = ["tiny"]
@@ -98,6 +100,9 @@ class Peer:
             self.asked.append(body)
             self.headers.append(dict(handler.headers))
             times, self._times[key] = self._times[key], self._times[key] + 1
+            if self._in_flight == self.takes:  # what is refused takes nobody's place
+                handler.reply(429, {"Retry-After": "0"}, "busy")
+                return
             self._in_flight += 1
             self.most_at_once = max(self.most_at_once, self._in_flight)
         try:

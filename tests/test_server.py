@@ -212,8 +212,7 @@ def test_the_server_with_fewer_requests_gets_the_next_one(tmp_path, tiny, peer):
 
 
 def test_a_server_that_takes_fewer_requests_than_it_is_given_answers_all(tmp_path, tiny, peer):
-    peer.delay = 0.02
-    peer.trouble = lambda body, times: (429, {"Retry-After": "0"}, "busy") if peer._in_flight > 2 else None
+    peer.delay, peer.takes = 0.02, 2
     _, counts = ask(tiny, questions(tmp_path, 30), tmp_path, peer, concurrency=24, retries=2)
     assert counts["answers_success"] == counts["answers_asked"] == 60 < len(peer.asked)
 
