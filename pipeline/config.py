@@ -189,6 +189,8 @@ class DrafterSection(Section):
     num_key_value_heads: int | None = Field(gt=0)
     head_dim: int | None = Field(gt=0)
     intermediate_size: int | None = Field(gt=0)
+    init: Literal["regression", "identity"]
+    """the first weights: regression.py | start.py"""
     lm_head_init: Literal["target", "random"]
     max_position_embeddings: int | None = Field(gt=0)
     """null: the target's"""
@@ -201,6 +203,8 @@ class DrafterSection(Section):
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads and kv_heads and heads % kv_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if (self.init, self.lm_head_init) == ("regression", "random"):
+            raise ValueError("a random lm_head reads no state of the target: init=identity goes with lm_head_init=random")
         return self
 
 

@@ -32,7 +32,7 @@ SETTINGS = {  # the same, for the trainer
     "train.loss_decay": DECAY, "train.loss": "ce", "train.lr": LR, "train.schedule": "cosine",
     "train.warmup_ratio": WARMUP / STEPS, "train.min_lr_ratio": FLOOR, "train.betas": list(BETAS),
     "train.weight_decay": WEIGHT_DECAY, "train.max_grad_norm": CLIP, "train.precision": "fp32", "train.ema": None,
-    "train.log_every": 1, "drafter.lm_head_init": "target",
+    "train.log_every": 1, "drafter.init": "identity", "drafter.lm_head_init": "target",
 }
 
 

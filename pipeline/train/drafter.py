@@ -203,14 +203,14 @@ class Drafter(nn.Module):
             )
         return rows
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """The fc slots → one hidden. [R, n·H] → [R, H]"""
+    def fc_input(self, features: Tensor) -> Tensor:
+        """The slots as fc reads them. [R, n·H] → [R, n·H]"""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
             chunks = features.chunk(self.config.num_fc_inputs, -1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
-        return self.fc(self.dropout(features))
+        return features
 
     def forward(
         self,
@@ -274,11 +274,11 @@ class Drafter(nn.Module):
         length = lengths.repeat_interleave(lengths)  # [R]
         queries = self.config.num_attention_heads * self.config.head_dim
 
-        fused = self.fuse(batch.features)  # [R, H]
+        fused = self.fc(self.dropout(self.fc_input(batch.features)))  # [R, H]
         for_embedding, for_hidden = attention.halves(fused.dtype)  # [(A + 2K)·D, H] twice
 
         def embedded(token: Tensor) -> Tensor:
-            return self.dropout(layer.input_layernorm(self._embed(batch, target, token).to(fused.dtype)))
+            return self.dropout(layer.input_layernorm(self.embed(batch, target, token).to(fused.dtype)))
 
         # Step 0: keys and values for every row, since later rows attend to them; queries only for rows that count.
         every = torch.arange(total)
@@ -307,7 +307,7 @@ class Drafter(nn.Module):
                 h = self.norm(h)
         return torch.stack(hidden)
 
-    def _embed(self, batch: PackedBatch, target: FrozenTarget, token: Tensor) -> Tensor:
+    def embed(self, batch: PackedBatch, target: FrozenTarget, token: Tensor) -> Tensor:
         """Embeddings of the tokens at packed indices. [...] → [..., H]"""
         # A row that looks past the end is not gated at that step; which embedding it reads does not matter.
         ids = batch.input_ids.cpu()[token.clamp(max=len(batch.input_ids) - 1)]

@@ -117,7 +117,7 @@ class _VocabularyLoss(torch.autograd.Function):
             losses = torch.zeros(used.shape, dtype=acc, device=hidden.device)
             hits = torch.zeros(used.shape, dtype=torch.bool, device=hidden.device)
             grad_hidden = torch.zeros_like(flat) if grad else None
-            grad_head = torch.zeros_like(lm_head, dtype=acc) if grad else None
+            grad_head = torch.empty_like(lm_head, dtype=acc) if grad else None
             block = max(1, BLOCK_LOGITS[hidden.device.type] // len(lm_head))
             # Written over by every chunk: fresh memory would cost a page fault per 4 KiB each time.
             logits = torch.empty(min(chunk, len(rows)), len(lm_head), dtype=dtype, device=hidden.device)
@@ -141,8 +141,10 @@ class _VocabularyLoss(torch.autograd.Function):
                 if grad:
                     factor = row_weight[part][:, None].to(dtype)
                     grad_hidden.index_copy_(0, rows[part], (z @ weight) * factor)
-                    _add_product(grad_head, z, x * factor)
+                    _add_product(grad_head, z, x * factor, first=a == 0)
             loss_sums = losses.sum(0)
+            if grad and not len(rows):
+                grad_head.zero_()
         if grad:
             ctx.save_for_backward(grad_hidden.view_as(hidden), grad_head.to(lm_head.dtype))
         ctx.mark_non_differentiable(loss_sums, hits)
@@ -152,7 +154,8 @@ class _VocabularyLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss, _sums, _hits):
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_head * grad_loss, *[None] * 9
+        # In place: another [Vd, H] would cost as much memory again, and a page fault per 4 KiB of it.
+        return grad_hidden.mul_(grad_loss.to(grad_hidden.dtype)), grad_head.mul_(grad_loss), *[None] * 9
 
 
 def _teacher(target_logits: Tensor, answer: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
@@ -207,11 +210,12 @@ def _is_argmax(z: Tensor, best: Tensor, answer: Tensor) -> Tensor:
     return candidate
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += aᵀ b, where total [Vd, H] may be wider than a [n, Vd] and b [n, H]; the sum over chunks stays wide."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += aᵀ b, `first` total = aᵀ b. The sum over chunks, [Vd, H], may be wider than a [n, Vd] and b [n, H]."""
     if a.dtype == total.dtype:
-        total.addmm_(a.t(), b)
+        total.addmm_(a.t(), b, beta=0 if first else 1)
         return
     step = HEAD_ROWS[a.device.type]
     for v in range(0, len(total), step):
-        total[v : v + step] += a[:, v : v + step].t() @ b
+        part, product = total[v : v + step], a[:, v : v + step].t() @ b
+        part.copy_(product) if first else part.add_(product)

@@ -29,7 +29,7 @@ from pipeline.precision import bf16_is_faster
 from pipeline.stage import StageResult
 from pipeline.standardize import dump_shards
 from pipeline.store import HiddenStore
-from pipeline.target import Target, load_embedding, load_output_head
+from pipeline.target import OutputHead, Target, load_embedding, load_output_head
 from pipeline.train.alignment import PackedBatch, Rows
 from pipeline.train.batches import AlignedFiles, MicroBatch, Prefetcher, TrainingData, pack, plan_epoch
 from pipeline.train.checkpoint import best_weights, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
@@ -42,13 +42,14 @@ from pipeline.train.optimizer import make_optimizer
 from pipeline.train.parallel import gathered, global_norm, gradients_added_up, share
 from pipeline.train.position import Position
 from pipeline.train.ranks import announce, errors_said_once, make_accelerator, sigterm_noticed
+from pipeline.train.regression import regression_samples, start_from_regression
 from pipeline.train.schedule import configured_rate
 from pipeline.train.spikes import find_spikes
 from pipeline.train.start import of_columns, scale_samples, serving_weights, slot_scale, start_weights
 from pipeline.train.throughput import Meter, step_flops
 from pipeline.train.training_log import TrainingLog
 from pipeline.train.warm_start import load_into
-from pipeline.vocab import read_vocab
+from pipeline.vocab import DraftVocab, read_vocab
 
 
 def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, folder: Path) -> StageResult | None:
@@ -112,7 +113,6 @@ class Trainer:
         self.drafter_config = drafter_config(config, target, num_fc_inputs=len(manifest.fc_layers()),
                                              draft_vocab_size=vocab.size)
         self.drafter = Drafter(self.drafter_config, vocab.target_ids(), self.c.dropout)
-        start_weights(self.drafter, config.seed, head.weight if config.drafter.lm_head_init == "target" else None)
         store = HiddenStore(dump_shards(manifest, run_dir))
         aligned = AlignedFiles(run_dir / "standardize", store)
         self.data, self.heldout = (TrainingData(store, aligned, slots, split[part], head, dtype)
@@ -121,18 +121,13 @@ class Trainer:
             raise PipelineError("there is no sample to train on", field="standardize/split.json: train", value="[]",
                                 fix="a run with more conversations: make run RUN=<new name>")
         self.checkpoints = make_dir(folder / "checkpoints")
-        latest = latest_checkpoint(self.checkpoints)
-        self.at = Position()
-        if latest is None:
-            some = self.data.load(scale_samples(self.data.lengths)).features
-            self.at.slot_scale = slot_scale(self.drafter_config, some)
-            if self.c.init_from is not None:
-                self.log.say(load_into(self.drafter, vocab.target_ids(), Path(self.c.init_from), target, manifest))
-                self.drafter.fc.weight.data.div_(of_columns(self.at.slot_scale, self.drafter_config))
-        self.drafter.to(self.device)
-        self.model = share(self.drafter, self.accelerator, self.c.parallel)
         self.frozen = FrozenTarget(load_embedding(target).to(dtype),
                                    dataclasses.replace(head, weight=head.weight.to(dtype))).to(self.device)
+        self.at = Position()
+        if (latest := latest_checkpoint(self.checkpoints)) is None:
+            self._start(target, manifest, vocab, head)
+        self.drafter.to(self.device)
+        self.model = share(self.drafter, self.accelerator, self.c.parallel)
         self.optimizer = make_optimizer(self.drafter, self.c)
         self.ema = None if self.c.ema is None else Ema(self.drafter, self.c.ema)
 
@@ -143,10 +138,29 @@ class Trainer:
         if latest is not None:
             self.at = Position(**load_checkpoint(latest, self.drafter, self.optimizer, self.ema))
             self.log.say(f"train: going on from {latest.name} (epoch {self.at.epoch + 1}, step {self.at.step + 1})")
-        self.scale = of_columns(self.at.slot_scale, self.drafter_config).to(self.device, dtype)
+            self._read_slots_by(self.at.slot_scale)
         self.window = torch.zeros(len(NAMES), self.c.ttt_steps, dtype=torch.float64, device=self.device)
         if self.at.window and self.rank == 0:  # the sum over ranks
             self.window += torch.tensor(self.at.window, dtype=torch.float64, device=self.device)
+
+    def _start(self, target: Target, manifest: Manifest, vocab: DraftVocab, head: OutputHead) -> None:
+        """The scale of the slots and the first weights."""
+        some = self.data.load(scale_samples(self.data.lengths)).features
+        self._read_slots_by(slot_scale(self.drafter_config, some))
+        shape, seed = self.config.drafter, self.config.seed
+        start_weights(self.drafter, seed, head.weight if shape.lm_head_init == "target" else None)
+        if self.c.init_from is not None:
+            self.log.say(load_into(self.drafter, vocab.target_ids(), Path(self.c.init_from), target, manifest))
+            self.drafter.fc.weight.data.div_(of_columns(self.at.slot_scale, self.drafter_config))
+        elif shape.init == "regression":
+            self.drafter.to(self.device)
+            batches = (self._scaled(self.data.load(batch)) for batch in regression_samples(self.data.lengths))
+            rows = start_from_regression(self.drafter, batches, self.frozen, seed)
+            self.log.say(f"train: starting as the linear drafter that fits {rows} rows best")
+
+    def _read_slots_by(self, scale: list[float]) -> None:
+        self.at.slot_scale = scale
+        self.scale = of_columns(scale, self.drafter_config).to(self.frozen.embedding)
 
     def run(self, stop_asked: threading.Event) -> None:
         """Train from where training is to the end."""
