@@ -190,7 +190,7 @@ class DrafterSection(Section):
     head_dim: int | None = Field(gt=0)
     intermediate_size: int | None = Field(gt=0)
     init: Literal["regression", "identity"]
-    """the first weights: regression.py | start.py"""
+    """the first weights where train.init_from gives none: of train/regression.py | of train/start.py"""
     lm_head_init: Literal["target", "random"]
     max_position_embeddings: int | None = Field(gt=0)
     """null: the target's"""
@@ -224,7 +224,7 @@ class TrainConfig(Section):
     """tokens per batch and process; samples are packed up to it"""
     gradient_accumulation: int = Field(gt=0)
     init_from: str | None
-    """folder of a drafter to start from: a run's train/, an export, or anybody's of this shape; null: random weights"""
+    """folder of a drafter to start from: a run's train/, an export, or anybody's of this shape; null: see drafter.init"""
     optimizer: Literal["adamw", "adamw8bit"]
     """adamw: torch's, fused | adamw8bit: moments in 8 bits, needs bitsandbytes"""
     lr: float = Field(gt=0)

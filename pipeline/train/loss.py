@@ -154,7 +154,7 @@ class _VocabularyLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss, _sums, _hits):
         grad_hidden, grad_head = ctx.saved_tensors
-        # In place: another [Vd, H] would cost as much memory again, and a page fault per 4 KiB of it.
+        # In place, so a graph has one backward: another [Vd, H] would cost as much memory and a page fault per 4 KiB.
         return grad_hidden.mul_(grad_loss.to(grad_hidden.dtype)), grad_head.mul_(grad_loss), *[None] * 9
 
 
@@ -211,11 +211,14 @@ def _is_argmax(z: Tensor, best: Tensor, answer: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total += aᵀ b, `first` total = aᵀ b. The sum over chunks, [Vd, H], may be wider than a [n, Vd] and b [n, H]."""
+    """Add aᵀ b to total [Vd, H], or put it there if it is the `first`. a [n, Vd] and b [n, H] may be of a narrower type."""
     if a.dtype == total.dtype:
         total.addmm_(a.t(), b, beta=0 if first else 1)
         return
     step = HEAD_ROWS[a.device.type]
     for v in range(0, len(total), step):
         part, product = total[v : v + step], a[:, v : v + step].t() @ b
-        part.copy_(product) if first else part.add_(product)
+        if first:
+            part.copy_(product)
+        else:
+            part.add_(product)

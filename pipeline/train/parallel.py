@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 
 
 def share(model: nn.Module, accelerator: Accelerator, how: str) -> nn.Module:
-    """What to call for a forward in training; with `how` = "fsdp" `model` itself is sharded in place."""
+    """What to call for a forward in training; with `how` = "fsdp" `model` itself is sharded in place.
+
+    All ranks go on with rank 0's parameters.
+    """
     if how == "ddp" or accelerator.num_processes == 1:
         return accelerator.prepare_model(model)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    for parameter in model.parameters():  # as DDP does
+        torch.distributed.broadcast(parameter.data, src=0)
     # FSDP2 looks for the tensors to hook its backward to in what the forward returns.
     if TTTOutput not in _pytree.SUPPORTED_NODES:
         torch.export.register_dataclass(TTTOutput)

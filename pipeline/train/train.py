@@ -154,9 +154,11 @@ class Trainer:
             self.drafter.fc.weight.data.div_(of_columns(self.at.slot_scale, self.drafter_config))
         elif shape.init == "regression":
             self.drafter.to(self.device)
-            batches = (self._scaled(self.data.load(batch)) for batch in regression_samples(self.data.lengths))
-            rows = start_from_regression(self.drafter, batches, self.frozen, seed)
-            self.log.say(f"train: starting as the linear drafter that fits {rows} rows best")
+            if self.rank == 0:  # `share` gives the others the same weights
+                self.log.say("train: fitting the linear drafter to start from")
+                batches = (self._scaled(self.data.load(batch)) for batch in regression_samples(self.data.lengths))
+                rows = start_from_regression(self.drafter, batches, self.frozen, seed)
+                self.log.say(f"train: starting from what fits {rows} rows of {len(self.data.refs)} samples best")
 
     def _read_slots_by(self, scale: list[float]) -> None:
         self.at.slot_scale = scale
