@@ -85,7 +85,7 @@ def test_the_weights_are_those_of_a_least_squares_fit():
             first += length
     x, y = torch.stack(x).double(), torch.stack(y).double()
     assert fitted == len(x) == 100 - 2 + 1 + 88 + 49
-    ridge = (len(x) * _RIDGE * x.square().mean()).sqrt()
+    ridge = (_RIDGE * 4 * HIDDEN * x.square().mean()).sqrt()
     stacked = torch.cat([x, torch.eye(4 * HIDDEN, dtype=torch.float64) * ridge])
     best = torch.linalg.lstsq(stacked, torch.cat([y, y.new_zeros(4 * HIDDEN, HIDDEN)])).solution
     torch.testing.assert_close(drafter.fc.weight.T.double(), best[:3 * HIDDEN], rtol=1e-3, atol=1e-4)

@@ -29,8 +29,8 @@ from pipeline.train.drafter import Drafter, FrozenTarget
 
 # Tokens of training samples that are read, and how many at a time.
 _TOKENS, _BATCH_TOKENS = 131_072, 4096
-# Added to every square, relative to their mean.
-_RIDGE = 0.01
+# Added to every square, relative to their mean and to the number of unknowns per row: what few rows tell is noise.
+_RIDGE = 0.25
 # Of attention's random weights beside what is put in; scores with oneself in units of √D.
 _NOISE, _SHARPNESS = 0.1, 2.0
 
@@ -46,7 +46,8 @@ def regression_samples(lengths: list[int]) -> list[tuple[int, ...]]:
 def start_from_regression(drafter: Drafter, batches: Iterable[PackedBatch], target: FrozenTarget, seed: int) -> int:
     """Put the fit into a drafter that has its first weights (`start.start_weights`, lm_head from the target).
 
-    Takes about three matrices of ((n+1)·H)² fp32 numbers: 64 MB for SmolLM2, 3 GB at H=4096, 10 GB at H=7168.
+    In fp64, so that the number of threads and the device hardly matter. Takes about three matrices of ((n+1)·H)² such
+    numbers: 130 MB for SmolLM2, 6 GB at H=4096, 20 GB at H=7168.
 
     Args:
         batches: samples to fit on, with features as fc reads them while it trains. Rows that are not finite are left
@@ -55,7 +56,8 @@ def start_from_regression(drafter: Drafter, batches: Iterable[PackedBatch], targ
     Returns:
         The number of rows fitted on; without any the drafter is left as it is.
     """
-    c, attention, gamma = drafter.config, drafter.midlayer.self_attn, target.head.norm_weight.to(drafter.fc.weight)
+    c, attention = drafter.config, drafter.midlayer.self_attn
+    gamma = target.head.norm_weight.to(drafter.fc.weight.device, torch.float64)
     hidden, rows = c.hidden_size, 0
     gram, cross = (gamma.new_zeros((c.num_fc_inputs + 1) * hidden, n) for n in ((c.num_fc_inputs + 1) * hidden, hidden))
     for batch in batches:
@@ -66,7 +68,7 @@ def start_from_regression(drafter: Drafter, batches: Iterable[PackedBatch], targ
     if not rows:
         return 0
     gram, cross = gram.div_(rows), cross.div_(rows)
-    ridge = _RIDGE * gram.diagonal().mean()
+    ridge = _RIDGE * len(gram) / rows * gram.diagonal().mean()
     gram.diagonal().add_(ridge)
     best = torch.cholesky_solve(cross, torch.linalg.cholesky(gram))  # [(n+1)·H, H]
     for_slots, for_embedding = best.split([len(best) - hidden, hidden])
@@ -93,9 +95,9 @@ def start_from_regression(drafter: Drafter, batches: Iterable[PackedBatch], targ
 def _rows(drafter: Drafter, batch: PackedBatch, target: FrozenTarget, gamma: Tensor) -> tuple[Tensor, Tensor]:
     """Of the rows that count: slots and normed embedding [N, (n+1)·H], and the target's state [N, H]."""
     row = drafter.select_rows(batch, 1).index
-    embedded = drafter.midlayer.input_layernorm(drafter.embed(batch, target, row + 1).to(gamma))
+    embedded = drafter.midlayer.input_layernorm(drafter.embed(batch, target, row + 1).float()).to(gamma)
     row = row.to(gamma.device)
-    x = torch.cat([drafter.fc_input(batch.features[row].to(gamma)), embedded], 1)
+    x = torch.cat([drafter.fc_input(batch.features[row].float()).to(gamma), embedded], 1)
     y = torch.where(gamma != 0, batch.final_hidden[row + 1].to(gamma) / gamma, 0.0)
     finite = x.isfinite().all(1) & y.isfinite().all(1)
     return x[finite], y[finite]
@@ -106,8 +108,8 @@ def _reduced_rank(weight: Tensor, spread: Tensor, rank: int) -> tuple[Tensor, Te
     root = torch.linalg.cholesky(spread).T  # spread = rootᵀ root
     u, s, v = torch.linalg.svd(root @ weight, full_matrices=False)
     kept = min(rank, len(s))
-    share = s[:kept].sqrt()
+    share = s[:kept].sqrt() * u[:, :kept].gather(0, u[:, :kept].abs().argmax(0)[None])[0].sign()  # else any sign will do
     into, out_of = weight.new_zeros(len(weight), rank), weight.new_zeros(rank, len(weight))
     into[:, :kept] = torch.linalg.solve_triangular(root, u[:, :kept] * share, upper=True)
-    out_of[:kept] = share[:, None] * v[:kept]
+    out_of[:kept] = share[:, None] * v[:kept]  # the sign of both factors
     return into, out_of
