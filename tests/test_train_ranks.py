@@ -32,7 +32,7 @@ def test_two_processes_equal_one_with_accumulation_and_two_machines(base, tmp_pa
     Two machines: the README's torchrun line, both of them here, as two agents that meet on the loopback.
     """
     one, two, machines = (again(base, tmp_path, name) for name in ("one", "two", "machines"))
-    common = {"train.epochs": 2, "train.log_every": 1, "train.batch_tokens": 40}
+    common = {"train.epochs": 2, "train.log_every": 1, "train.batch_tokens": 40, "drafter.init": "regression"}
     one.stage("train", **common, **{"train.gradient_accumulation": 2})
     finish(launch(two, tmp_path, **common))
     assert two.manifest.stages["train"].counts["ranks"] == 2
@@ -55,7 +55,8 @@ def test_two_processes_equal_one_with_accumulation_and_two_machines(base, tmp_pa
 def test_two_processes_with_shards_equal_one_and_one_reads_their_checkpoints(base, tmp_path):
     """FSDP2 on gloo; the norm of the gradient that is clipped is that of all shards."""
     one, two = again(base, tmp_path, "one"), again(base, tmp_path, "two")
-    common = {"train.epochs": 2, "train.log_every": 1, "train.batch_tokens": 40, "train.max_grad_norm": 0.2}
+    common = {"train.epochs": 2, "train.log_every": 1, "train.batch_tokens": 40, "train.max_grad_norm": 0.2,
+              "drafter.init": "regression"}
     one.stage("train", **common, **{"train.gradient_accumulation": 4})
     finish(launch(two, tmp_path, **common, **{"train.gradient_accumulation": 2, "train.parallel": "fsdp"}))
     assert max(m["grad_norm"] for m in metrics(one) if "grad_norm" in m) > 0.2

@@ -80,7 +80,7 @@ def test_nothing_to_train_on_is_said(run):
 
 def test_starts_from_a_trained_drafter(run, tmp_path):
     trained = again(run, tmp_path, "trained")
-    trained.stage("train", **{"drafter.init": "identity"})  # the other fits its 18 samples at once
+    trained.stage("train")
     folder = trained.folder / "train"
     trainer = trainer_of(run, **{"train.init_from": str(folder)})
     for name, p in as_served(trained, dict(trainer.drafter.named_parameters())).items():
