@@ -26,6 +26,7 @@ from torch import Tensor
 from pipeline.train.alignment import PackedBatch
 from pipeline.train.batches import pack
 from pipeline.train.drafter import Drafter, FrozenTarget
+from pipeline.train.start import first_samples
 
 # Tokens of training samples that are read, and how many at a time.
 _TOKENS, _BATCH_TOKENS = 131_072, 4096
@@ -37,9 +38,7 @@ _NOISE, _SHARPNESS = 0.1, 2.0
 
 def regression_samples(lengths: list[int]) -> list[tuple[int, ...]]:
     """Batches of training samples (indices) to fit on; `lengths`: tokens of each."""
-    few = range(min(len(lengths), _TOKENS))  # a sample has a token at least
-    some = pack(lengths, list(few), _TOKENS)[0]
-    return [tuple(batch) for batch in pack(lengths, some, _BATCH_TOKENS)]
+    return [tuple(batch) for batch in pack(lengths, first_samples(lengths, _TOKENS), _BATCH_TOKENS)]
 
 
 @torch.no_grad()
@@ -67,7 +66,8 @@ def start_from_regression(drafter: Drafter, batches: Iterable[PackedBatch], targ
         rows += len(x)
     if not rows:
         return 0
-    gram, cross = gram.div_(rows), cross.div_(rows)
+    gram /= rows
+    cross /= rows
     ridge = _RIDGE * len(gram) / rows * gram.diagonal().mean()
     gram.diagonal().add_(ridge)
     best = torch.cholesky_solve(cross, torch.linalg.cholesky(gram))  # [(n+1)·H, H]

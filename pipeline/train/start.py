@@ -28,7 +28,13 @@ _FC_NOISE = 0.1
 
 def scale_samples(lengths: list[int]) -> tuple[int, ...]:
     """The training samples (indices) to measure the slots on; `lengths`: tokens of each."""
-    return tuple(pack(lengths, list(range(min(len(lengths), _SCALE_ROWS))), _SCALE_ROWS)[0])
+    return tuple(first_samples(lengths, _SCALE_ROWS))
+
+
+def first_samples(lengths: list[int], tokens: int) -> list[int]:
+    """The first samples (indices) that have at most so many tokens together, and one in any case."""
+    few = range(min(len(lengths), tokens))  # a sample has a token at least
+    return pack(lengths, list(few), tokens)[0]
 
 
 def slot_scale(config: DrafterConfig, features: Tensor) -> list[float]:
