@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import PipelineError
 from pipeline.export.export import export, read_trained, write_sglang
-from pipeline.export.export_vllm import write_vllm
+from pipeline.export.export_vllm import build_speculator, write_vllm
 from pipeline.export.rope_check import check_rope, check_rope_of_target
 from pipeline.export.validate import validate
 from pipeline.layers import layer_ids, sglang_models
@@ -221,10 +221,8 @@ def test_every_shape_is_exported_for_both_engines(trained, tmp_path, changes):
     layers = [0, 1, 2, 3, 4][: drafter.num_fc_inputs]
     ids, points = derive_sglang_ids(trained.target_dir, layers), derive_vllm_ids(layers, 6)
     write_sglang(tmp_path / "sglang", drafter, weights, ids, dtype="float32", context=2048, target_text=target.text)
-    write_vllm(
-        tmp_path / "vllm",
+    speculator = build_speculator(
         drafter,
-        weights,
         points,
         dtype="float32",
         context=2048,
@@ -233,6 +231,7 @@ def test_every_shape_is_exported_for_both_engines(trained, tmp_path, changes):
         architecture="LlamaForCausalLM",
         draft_steps=3,
     )
+    write_vllm(tmp_path / "vllm", drafter, weights, speculator, dtype="float32")
     for engine in ("sglang", "vllm"):
         assert validate(tmp_path / engine, context=2048).problems == []
 

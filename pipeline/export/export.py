@@ -68,12 +68,10 @@ def export(config: Config, target: Target, manifest: Manifest, run_dir: Path, fo
             check_rope(drafter, out)
             checked = ["pipeline.export.validate", "rope tables of the installed SGLang equal the trainer's"]
         else:
-            from pipeline.export.export_vllm import write_vllm
+            from pipeline.export.export_vllm import build_speculator, write_vllm
 
-            write_vllm(
-                out,
+            model = build_speculator(
                 drafter,
-                weights,
                 ids,
                 dtype=dtype,
                 context=context,
@@ -82,6 +80,7 @@ def export(config: Config, target: Target, manifest: Manifest, run_dir: Path, fo
                 architecture=target.record.architecture,
                 draft_steps=config.export.draft_steps,
             )
+            write_vllm(out, drafter, weights, model, dtype=dtype)
             checked = ["pipeline.export.validate"]
         validate(out, context=context, target=target.path, layer_id_rule=config.target.layer_id_rule).raise_if_bad()
         record.engines[engine] = EngineExport(

@@ -21,37 +21,13 @@ from pipeline.train.drafter_config import DrafterConfig
 _SPECULATORS_LAYER = "layers.0."
 
 
-def write_vllm(
-    folder: Path,
-    drafter: DrafterConfig,
-    weights: dict[str, Any],
-    ids: EngineIds,
-    *,
-    dtype: str,
-    context: int,
-    target_text: Any,
-    verifier: str,
-    architecture: str,
-    draft_steps: int,
-) -> None:
+def write_vllm(folder: Path, drafter: DrafterConfig, weights: dict[str, Any], model: Any, *, dtype: str) -> None:
     """config.json and model.safetensors through `Eagle3DraftModel.save_pretrained`.
 
     Args:
         weights: as for `export.write_sglang`; a full draft vocabulary has no map in this format.
-        verifier: hub id or folder of the target; speculators and vLLM read its config from there.
-        architecture: the target's class name.
-        draft_steps: tokens of a chain, what vLLM drafts where the launch line says nothing.
+        model: of `build_speculator`.
     """
-    model = build_speculator(
-        drafter,
-        ids,
-        dtype=dtype,
-        context=context,
-        target_text=target_text,
-        verifier=verifier,
-        architecture=architecture,
-        draft_steps=draft_steps,
-    )
     state = {name.replace(MIDLAYER, _SPECULATORS_LAYER): t for name, t in cast(weights, dtype).items()}
     if drafter.draft_vocab_size == drafter.vocab_size:
         state = {name: t for name, t in state.items() if name not in ("d2t", "t2d")}
@@ -80,7 +56,13 @@ def build_speculator(
     architecture: str,
     draft_steps: int,
 ) -> Any:
-    """Speculators' own model of this drafter, on the meta device: its vocabulary-sized tensors are not needed here."""
+    """Speculators' own model of this drafter, on the meta device: its vocabulary-sized tensors are not needed here.
+
+    Args:
+        verifier: hub id or folder of the target; speculators and vLLM read its config from there.
+        architecture: the target's class name.
+        draft_steps: tokens of a chain, what vLLM drafts where the launch line says nothing.
+    """
     import torch
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
