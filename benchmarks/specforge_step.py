@@ -127,8 +127,6 @@ def main():
             "torch": torch.__version__, "transformers": transformers.__version__,
             "trainable_m": round(sum(x.numel() for x in model.parameters() if x.requires_grad) / 1e6, 2),
         })
-    if args.profile:
-        workload.torch_profile(step, args.profile, f"specforge {args}")
 
 
 if __name__ == "__main__":

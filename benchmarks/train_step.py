@@ -101,8 +101,6 @@ def main() -> None:
     trainable = round(sum(p.numel() for p in drafter.parameters()) / 1e6, 2)
     workload.measure(args, "ours", step, train_lm_head=True, teacher_vocab=s.draft_vocab,
                      extra={"torch": torch.__version__, "trainable_m": trainable})  # fmt: skip
-    if args.profile:
-        workload.torch_profile(step, args.profile, f"ours {args}")
 
 
 if __name__ == "__main__":
