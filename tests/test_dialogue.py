@@ -256,7 +256,9 @@ def test_any_order_of_answers_gives_the_same_samples_and_asks_nothing_twice(tmp_
             agenda = Agenda((Dialogue(one, rule) for one in records), journal)
             outstanding = []
             while attempt or len(asked) < stops:
-                outstanding += agenda.take(max(0, data.draw(st.integers(1, 4)) - len(outstanding)))
+                room = max(0, data.draw(st.integers(1, 4)) - len(outstanding))
+                longest = data.draw(st.booleans())
+                outstanding += agenda.take_longest(room, 2 * room) if longest else agenda.take(room)
                 if not outstanding:
                     break
                 request = outstanding.pop(data.draw(st.integers(0, len(outstanding) - 1)))
@@ -273,6 +275,24 @@ def test_any_order_of_answers_gives_the_same_samples_and_asks_nothing_twice(tmp_
                     journal.add([(request, answer_to(rule, request.key))])
                 dialogue.answer(journal.get(request))
         assert samples(journal) == found and len(journal) == len(asked)
+
+
+def test_later_turns_wait_for_a_batch_of_their_own(tmp_path):
+    """A few of them among openings would have all the openings padded to their length."""
+    rule = rules(CHATML)
+    talks = [turns(*["Hi"] * 3) if k % 3 == 0 else turns("Hi" + " hm" * k) for k in range(12)]
+    talks = [[{**turn, "content": f"{k} {turn['content']}"} for turn in talk] for k, talk in enumerate(talks)]
+    with Journal(tmp_path / "j.jsonl") as journal:
+        agenda = Agenda((Dialogue(record(talk, id=str(k)), rule) for k, talk in enumerate(talks)), journal)
+        batches = []
+        while batch := agenda.take_longest(4, 100):
+            batches.append([(request.id, len(request.prompt_ids)) for request in batch])
+            agenda.store([(request, said(rule, "ok")) for request in batch])
+    lengths = [[length for _, length in batch] for batch in batches]
+    assert [len(batch) for batch in batches] == [4, 4, 4, 4]  # three of openings; then all that go on
+    assert {name for name, _ in batches[-1]} == {"0", "3", "6", "9"}
+    assert sum(lengths[:3], []) == sorted(sum(lengths[:3], []), reverse=True)
+    assert min(lengths[-1]) > max(length for name, length in sum(batches[:3], []) if name in {"0", "3", "6", "9"})
 
 
 @pytest.mark.parametrize("answers, borne", [(0, 31), (600, 31), (1000, 49)])

@@ -35,7 +35,8 @@ class Agenda:
     def __init__(self, dialogues: Iterable[Dialogue], journal: Journal,
                  progress: Callable[[int, list[Answer] | None], None] = lambda ended, answers: None):
         self._unopened, self._journal, self._progress = iter(dialogues), journal, progress
-        self._ready: deque[Request] = deque()
+        self._opening: deque[Request] = deque()
+        self._going_on: deque[Request] = deque()  # turns that follow an answer of this run
         self._waiting: dict[str, list[Dialogue]] = {}
         self._failed_in_a_row = 0
         self.failures: dict[str, str] = {}
@@ -44,21 +45,26 @@ class Agenda:
     def done(self) -> bool:
         """Whether nothing is left to ask: no engine need be started."""
         self._fill(1)
-        return not self._ready and not self._waiting
+        return not self._waiting
 
     def take(self, most: int) -> list[Request]:
         """Up to `most` questions; none: wait for answers, or if none is outstanding, all is done."""
         self._fill(most)
-        return [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+        taken = [self._going_on.popleft() for _ in range(min(most, len(self._going_on)))]
+        return taken + [self._opening.popleft() for _ in range(min(most - len(taken), len(self._opening)))]
 
     def take_longest(self, most: int, among: int) -> list[Request]:
         """The longest of `among` questions: a batch of prompts of similar length wastes least.
 
-        Longest first, so that too large a batch fails at once, not at the end.
+        Longest first, so that too large a batch fails at once, not at the end. Turns that follow an answer wait until
+        they fill a batch, or nothing else is left: a few of them, longer than any opening, would have a batch of
+        openings padded to their length.
         """
         self._fill(among)
-        ordered = sorted(self._ready, key=lambda request: -len(request.prompt_ids))
-        self._ready = deque(ordered[most:])
+        questions = self._going_on if len(self._going_on) >= most or not self._opening else self._opening
+        ordered = sorted(questions, key=lambda request: -len(request.prompt_ids))
+        questions.clear()
+        questions.extend(ordered[most:])
         return ordered[:most]
 
     def store(self, answers: list[tuple[Request, Answer]]) -> None:
@@ -71,7 +77,7 @@ class Agenda:
         for request, answer in answers:
             for dialogue in self._waiting.pop(request.key):
                 dialogue.answer(answer)
-                ended += self._advance(dialogue, first=True)
+                ended += self._advance(dialogue, going_on=True)
         self._progress(ended, [answer for _, answer in answers])
 
     def fail(self, request: Request, why: str) -> None:
@@ -89,11 +95,11 @@ class Agenda:
                 field="prompts.base_url", fix="look at the server; then run the same command again, it goes on where it was")
 
     def _fill(self, most: int) -> None:
-        while len(self._ready) < most and (dialogue := next(self._unopened, None)) is not None:
-            if self._advance(dialogue, first=False):
+        while len(self._opening) + len(self._going_on) < most and (dialogue := next(self._unopened, None)) is not None:
+            if self._advance(dialogue, going_on=False):
                 self._progress(1, None)
 
-    def _advance(self, dialogue: Dialogue, *, first: bool) -> bool:
+    def _advance(self, dialogue: Dialogue, *, going_on: bool) -> bool:
         """Replay what the journal has; whether the conversation has come to its end."""
         while (request := dialogue.request) is not None:
             if (answer := self._journal.get(request)) is not None:
@@ -103,7 +109,7 @@ class Agenda:
             if key in self.failures:
                 return True
             if key not in self._waiting:
-                (self._ready.appendleft if first else self._ready.append)(request)
+                (self._going_on if going_on else self._opening).append(request)
             self._waiting.setdefault(key, []).append(dialogue)
             return False
         return True
