@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from dense_cases import lengths_and_masks
@@ -9,10 +11,12 @@ from dense_reference import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.train import ttt
 from pipeline.train.alignment import select_rows
 from pipeline.train.ttt import ttt_attention
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
+# bf16 has 8 bits: the inputs are the same in both, the dense form works on them in fp64.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @st.composite
@@ -57,11 +61,16 @@ def check(case: dict, dtype: torch.dtype) -> None:
     found = ttt_attention(
         q[index], keys[0], values[0], [k[index] for k in keys[1:]], [v[index] for v in values[1:]], rows.segments
     )
+    # The dense form of the same numbers, for bf16 in a precision that adds no error of its own.
+    wide = torch.float64 if dtype == torch.bfloat16 else dtype
+    dense_leaves = [x.detach().to(wide).requires_grad_() for x in leaves]
+    dense_q, dense_keys, dense_values = dense_leaves[0], dense_leaves[1 : own_steps + 2], dense_leaves[own_steps + 2 :]
     samples = [torch.arange(total).split(case["lengths"])[b] for b in range(len(lengths))]
-    dense = torch.cat([attention(q[s], [k[s] for k in keys], [v[s] for v in values]) for s in samples])[index]
+    dense = torch.cat([attention(dense_q[s], [k[s] for k in dense_keys], [v[s] for v in dense_values]) for s in samples])
+    dense = dense[index]
     assert relative(found, dense, 1e-30) <= TOLERANCE[dtype]
     options = dict(allow_unused=True, materialize_grads=True)
-    dense_grads = torch.autograd.grad(dense, leaves, grad, **options)
+    dense_grads = torch.autograd.grad(dense, dense_leaves, grad.to(wide), **options)
     # With one visible key dq and dk are exactly 0, the difference of two terms as large as dv.
     floor = max(0.1 * float(g.abs().max()) for g in dense_grads)
     for a, b in zip(torch.autograd.grad(found, leaves, grad, **options), dense_grads, strict=True):
@@ -80,13 +89,40 @@ def test_equals_dense_fp32(case):
     check(case, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), block=st.integers(1, 9))
+def test_the_backward_by_products_equals_dense(dtype, case, block):
+    """It is taken in bf16, but it is the same for every precision."""
+    with patch.object(ttt, "_kernel_is_slow", lambda q: True), patch.object(ttt, "QUERY_BLOCK", block):
+        check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("own_steps", [0, 6])
-def test_large_enough_to_cross_the_kernels_blocks(own_steps):
+def test_large_enough_to_cross_the_kernels_blocks(own_steps, dtype):
     mask = [i >= 61 and i % 97 != 0 for i in range(300)] + [True] * 90
-    check(
-        dict(heads=6, kv_heads=2, head_dim=64, lengths=[300, 90], mask=mask, own_steps=own_steps, seed=0),
-        torch.float32,
-    )
+    check(dict(heads=6, kv_heads=2, head_dim=64, lengths=[300, 90], mask=mask, own_steps=own_steps, seed=0), dtype)
+
+
+def test_bf16_gradients_of_sharp_attention_are_as_near_as_the_kernels_own():
+    """Scores of some ±50: rounded to bf16 before the exponential, each probability would be off by up to 10 %."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(70, heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
+    q = q * 6
+    rows = select_rows(torch.ones(72).bool(), torch.tensor([72]), torch.zeros(72).long(), 1)
+    assert len(rows.index) == 70
+
+    def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = ttt_attention(*leaves, [], [], rows.segments)
+        return [g.double() for g in torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    exact, ours = gradients(torch.float64), gradients(torch.bfloat16)
+    with patch.object(ttt, "_kernel_is_slow", lambda q: False):
+        kernels = gradients(torch.bfloat16)
+    for wanted, our, kernel in zip(exact, ours, kernels, strict=True):
+        assert (our - wanted).norm() <= 1.1 * (kernel - wanted).norm()
 
 
 def test_large_scores_do_not_overflow():
