@@ -31,12 +31,14 @@ from pipeline.train.alignment import Segment
 QUERIES, QUERY_BLOCK = 768, 128
 
 
-class _Block(NamedTuple):
-    """One call of the flash kernel: queries × keys (slices of rows)."""
+class _Call(NamedTuple):
+    """One call of the flash kernel for a run of queries."""
 
-    queries: slice
     keys: slice
+    """rows whose keys it reads"""
     causal: bool
+    state: tuple
+    """what the kernel's backward wants besides inputs and results"""
 
 
 def ttt_attention(
@@ -64,17 +66,18 @@ class _TTTAttention(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=_lse_dtype(q))
-        blocks = []
+        ctx.runs = []
         for s in segments:
-            queries = slice(s.start, s.stop)
-            run = _Block(queries, slice(s.first_row, s.first_row + s.stop - s.start), causal=True)
-            blocks.append((run, *_flash_forward(q[run.queries], k0[run.keys], v0[run.keys], True, scale)))
-            part_out, part_lse = blocks[-1][1:3]
+            queries, run = slice(s.start, s.stop), slice(s.first_row, s.first_row + s.stop - s.start)
+            part_out, part_lse, state = _flash_forward(q[queries], k0[run], v0[run], True, scale)
+            calls = [_Call(run, True, state)]
             if s.first_key < s.first_row:
-                past = _Block(queries, slice(s.first_key, s.first_row), causal=False)
-                blocks.append((past, *_flash_forward(q[past.queries], k0[past.keys], v0[past.keys], False, scale)))
-                part_out, part_lse = _merge(part_out, part_lse, *blocks[-1][1:3])
+                past = slice(s.first_key, s.first_row)
+                past_out, past_lse, state = _flash_forward(q[queries], k0[past], v0[past], False, scale)
+                calls.append(_Call(past, False, state))
+                part_out, part_lse = _merge(part_out, part_lse, past_out, past_lse)
             out[queries], lse[queries] = part_out, part_lse
+            ctx.runs.append((queries, slice(s.first_key, run.stop), calls))
         if steps:
             wide = q.to(lse.dtype)
             scores = torch.stack([_dot(wide, k, groups) for k in own_k]).mul_(scale)  # [j, N, heads]
@@ -85,7 +88,6 @@ class _TTTAttention(torch.autograd.Function):
                     _grouped((score - lse).exp_()[..., None].to(out.dtype), groups), v[:, :, None]
                 )
         ctx.save_for_backward(q, k0, v0, out, lse, *own)
-        ctx.blocks = [(block, state) for block, _, _, state in blocks]
         return out
 
     @staticmethod
@@ -98,16 +100,24 @@ class _TTTAttention(torch.autograd.Function):
         dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
         wide_q, wide_grad = q.to(lse.dtype), grad.to(lse.dtype)
         delta = (wide_grad * out.to(lse.dtype)).sum(-1)  # [N, heads]: Σ_t p_t dp_t over all keys
-        for block, state in ctx.blocks:
-            at, keys = block.queries, block.keys
-            shared = grad[at], q[at], k0[keys], v0[keys]
-            if _kernel_is_slow(q[at]):
-                part = _blocked_backward(*shared, lse[at], delta[at], block.causal, scale)
+        for queries, every_key, calls in ctx.runs:
+            grad_run, q_run, out_run, lse_run = grad[queries], q[queries], out[queries], lse[queries]
+            if _kernel_is_slow(q_run):
+                part = _backward_by_products(
+                    grad_run, q_run, k0[every_key], v0[every_key], lse_run, delta[queries], scale
+                )
+                parts = [(every_key, *part)]
             else:
-                part = _flash_backward(*shared, out[at], lse[at], block.causal, scale, state)
-            dq[at] += part[0]
-            dk0[keys] += part[1]
-            dv0[keys] += part[2]
+                parts = [
+                    (c.keys, *_flash_backward(
+                        grad_run, q_run, k0[c.keys], v0[c.keys], out_run, lse_run, c.causal, scale, c.state
+                    ))
+                    for c in calls
+                ]  # fmt: skip
+            for keys, part_q, part_k, part_v in parts:
+                dq[queries] += part_q
+                dk0[keys] += part_k
+                dv0[keys] += part_v
         dks, dvs = [], []
         for k, v in zip(own_k, own_v, strict=True):
             p = (_dot(wide_q, k, groups).mul_(scale) - lse).exp_()  # [N, heads]
@@ -192,18 +202,19 @@ def _flash_backward(
     return dq, dk, dv
 
 
-def _kernel_is_slow(q: Tensor) -> bool:
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and len(q) <= QUERIES
+def _kernel_is_slow(queries: Tensor) -> bool:
+    return queries.device.type == "cpu" and queries.dtype == torch.bfloat16 and len(queries) <= QUERIES
 
 
-def _blocked_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, causal: bool, scale: float
+def _backward_by_products(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_flash_backward` gives, by matrix products over blocks of queries; dk and dv are in lse's precision.
+    """dq, dk, dv of a run of queries by matrix products over blocks of them; dk and dv are in lse's precision.
 
-    As in the kernel, the products whose results are subtracted from something are in lse's precision too.
+    The last keys are the run's own: of n queries and m keys, query i sees the keys up to m - n + i. As in the kernels, the
+    products whose results are subtracted from something are in lse's precision too.
     """
-    groups = q.shape[1] // k.shape[1]
+    groups, past = q.shape[1] // k.shape[1], len(k) - len(q)
     # [rows, heads, ·] → [kv_heads, groups, rows, ·] and [kv_heads, rows, ·]
     q, grad, lse, delta = (_grouped(x, groups).movedim(0, 2) for x in (q, grad, lse[..., None], delta[..., None]))
     k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).to(lse.dtype)
@@ -212,15 +223,14 @@ def _blocked_backward(
     for start in range(0, q.shape[2], QUERY_BLOCK):
         rows = slice(start, start + QUERY_BLOCK)
         q_rows, grad_rows, lse_rows, delta_rows = (x[:, :, rows].flatten(1, 2) for x in (q, grad, lse, delta))
-        keys = slice(start + q_rows.shape[1] // groups) if causal else slice(None)
-        p = torch.baddbmm(lse_rows, q_rows.to(lse.dtype), wide_k[:, keys].mT, beta=-1, alpha=scale).exp_()
-        if causal:
-            p.unflatten(1, (groups, -1))[..., start:].tril_()
-        ds = torch.baddbmm(delta_rows, grad_rows.to(lse.dtype), v[:, keys].mT, beta=-1).mul_(p).mul_(scale)
+        seen = slice(past + start + q_rows.shape[1] // groups)
+        p = torch.baddbmm(lse_rows, q_rows.to(lse.dtype), wide_k[:, seen].mT, beta=-1, alpha=scale).exp_()
+        p.unflatten(1, (groups, -1))[..., past + start :].tril_()
+        ds = torch.baddbmm(delta_rows, grad_rows.to(lse.dtype), v[:, seen].mT, beta=-1).mul_(p).mul_(scale)
         p, ds = p.to(q.dtype), ds.to(q.dtype)
-        dq[:, :, rows] = (ds @ k[:, keys]).unflatten(1, (groups, -1))
-        dk[:, keys] += ds.mT @ q_rows
-        dv[:, keys] += p.mT @ grad_rows
+        dq[:, :, rows] = (ds @ k[:, seen]).unflatten(1, (groups, -1))
+        dk[:, seen] += ds.mT @ q_rows
+        dv[:, seen] += p.mT @ grad_rows
     return dq.movedim(2, 0).flatten(1, 2), dk.transpose(0, 1), dv.transpose(0, 1)
 
 
