@@ -1,7 +1,7 @@
 """What is to be asked next, of many conversations at once: a turn as soon as the one before it is answered.
 
 Conversations are opened one by one as there is room for questions, so that memory holds those under way and no others.
-A turn that follows an answer comes first: the engine still has its prefix cached. Prompts that are the same
+A turn that follows an answer comes first where engines keep a cache of prefixes (`take`). Prompts that are the same
 (conversations that open alike) are asked once. In which order answers come back changes nothing but the journal's
 order.
 """
@@ -35,8 +35,8 @@ class Agenda:
     def __init__(self, dialogues: Iterable[Dialogue], journal: Journal,
                  progress: Callable[[int, list[Answer] | None], None] = lambda ended, answers: None):
         self._unopened, self._journal, self._progress = iter(dialogues), journal, progress
-        self._opening: deque[Request] = deque()
-        self._going_on: deque[Request] = deque()  # turns that follow an answer of this run
+        self._opening: deque[Request] = deque()  # the first question of a conversation in this run
+        self._going_on: list[Request] = []  # turns that follow an answer of this run
         self._waiting: dict[str, list[Dialogue]] = {}
         self._failed_in_a_row = 0
         self.failures: dict[str, str] = {}
@@ -50,15 +50,15 @@ class Agenda:
     def take(self, most: int) -> list[Request]:
         """Up to `most` questions; none: wait for answers, or if none is outstanding, all is done."""
         self._fill(most)
-        taken = [self._going_on.popleft() for _ in range(min(most, len(self._going_on)))]
+        taken = [self._going_on.pop() for _ in range(min(most, len(self._going_on)))]  # whose prefix was cached last
         return taken + [self._opening.popleft() for _ in range(min(most - len(taken), len(self._opening)))]
 
     def take_longest(self, most: int, among: int) -> list[Request]:
         """The longest of `among` questions: a batch of prompts of similar length wastes least.
 
-        Longest first, so that too large a batch fails at once, not at the end. Turns that follow an answer wait until
-        they fill a batch, or nothing else is left: a few of them, longer than any opening, would have a batch of
-        openings padded to their length.
+        Turns that follow an answer wait until they fill a batch, or nothing else is left: a few of them, longer than any
+        opening, would have a batch of openings padded to their length. Of either kind the longest come first, so that
+        too large a batch fails early.
         """
         self._fill(among)
         questions = self._going_on if len(self._going_on) >= most or not self._opening else self._opening

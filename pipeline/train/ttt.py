@@ -13,8 +13,8 @@ Only gated rows have queries. `is_causal` with fewer queries than keys means dif
 run of queries is split into two calls that mean the same everywhere: full attention over the keys before the run, and a
 square causal block over the run itself.
 
-In bf16 on a CPU the backward of short runs is a few matrix products instead: with 9 heads, torch 2.13's own kernel takes
-twice as long for 100 queries, a quarter more for 600, and less only for more than a thousand.
+In bf16 on a CPU the backward of short runs is a few matrix products instead: torch 2.13's kernel takes twice as long for
+100 queries that see 150 keys, as long for 300 that see 500, and less for many keys (9 heads, 3 key heads of size 64).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch import Tensor
 
 from pipeline.train.alignment import Segment
 
-# The CPU's bf16 backward by matrix products: for runs of at most so many queries, so many of them at a time.
-QUERIES, QUERY_BLOCK = 768, 128
+_MOST_KEYS = 640  # a run that sees more goes to the CPU's kernel in bf16 too
+_QUERY_BLOCK = 128  # queries per product
 
 
 class _Call(NamedTuple):
-    """One call of the flash kernel for a run of queries."""
+    """One call of the flash kernel for a run of queries, as its backward repeats it."""
 
     keys: slice
     """rows whose keys it reads"""
@@ -100,21 +100,16 @@ class _TTTAttention(torch.autograd.Function):
         dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
         wide_q, wide_grad = q.to(lse.dtype), grad.to(lse.dtype)
         delta = (wide_grad * out.to(lse.dtype)).sum(-1)  # [N, heads]: Σ_t p_t dp_t over all keys
-        for queries, every_key, calls in ctx.runs:
+        for queries, visible, calls in ctx.runs:
             grad_run, q_run, out_run, lse_run = grad[queries], q[queries], out[queries], lse[queries]
-            if _kernel_is_slow(q_run):
-                part = _backward_by_products(
-                    grad_run, q_run, k0[every_key], v0[every_key], lse_run, delta[queries], scale
-                )
-                parts = [(every_key, *part)]
+            if _products_are_faster(q_run, visible):
+                with torch.autocast(q.device.type, enabled=False):  # it would narrow what is wide on purpose
+                    part = _backward_by_products(grad_run, q_run, k0[visible], v0[visible], lse_run, delta[queries], scale)
+                parts = [(visible, part)]
             else:
-                parts = [
-                    (c.keys, *_flash_backward(
-                        grad_run, q_run, k0[c.keys], v0[c.keys], out_run, lse_run, c.causal, scale, c.state
-                    ))
-                    for c in calls
-                ]  # fmt: skip
-            for keys, part_q, part_k, part_v in parts:
+                parts = [(c.keys, _flash_backward(grad_run, q_run, k0[c.keys], v0[c.keys], out_run, lse_run, c.causal,
+                                                  scale, c.state)) for c in calls]  # fmt: skip
+            for keys, (part_q, part_k, part_v) in parts:
                 dq[queries] += part_q
                 dk0[keys] += part_k
                 dv0[keys] += part_v
@@ -202,8 +197,9 @@ def _flash_backward(
     return dq, dk, dv
 
 
-def _kernel_is_slow(queries: Tensor) -> bool:
-    return queries.device.type == "cpu" and queries.dtype == torch.bfloat16 and len(queries) <= QUERIES
+def _products_are_faster(queries: Tensor, visible: slice) -> bool:
+    few = visible.stop - visible.start <= _MOST_KEYS
+    return few and queries.device.type == "cpu" and queries.dtype == torch.bfloat16
 
 
 def _backward_by_products(
@@ -211,8 +207,8 @@ def _backward_by_products(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a run of queries by matrix products over blocks of them; dk and dv are in lse's precision.
 
-    The last keys are the run's own: of n queries and m keys, query i sees the keys up to m - n + i. As in the kernels, the
-    products whose results are subtracted from something are in lse's precision too.
+    The run's own keys are the last of m: query i of n sees keys 0 … m - n + i. As in the kernels, q·k and grad·v stay in
+    lse's precision, since what is subtracted from them nearly cancels them.
     """
     groups, past = q.shape[1] // k.shape[1], len(k) - len(q)
     # [rows, heads, ·] → [kv_heads, groups, rows, ·] and [kv_heads, rows, ·]
@@ -220,8 +216,8 @@ def _backward_by_products(
     k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).to(lse.dtype)
     wide_k = k.to(lse.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(v)
-    for start in range(0, q.shape[2], QUERY_BLOCK):
-        rows = slice(start, start + QUERY_BLOCK)
+    for start in range(0, q.shape[2], _QUERY_BLOCK):
+        rows = slice(start, start + _QUERY_BLOCK)
         q_rows, grad_rows, lse_rows, delta_rows = (x[:, :, rows].flatten(1, 2) for x in (q, grad, lse, delta))
         seen = slice(past + start + q_rows.shape[1] // groups)
         p = torch.baddbmm(lse_rows, q_rows.to(lse.dtype), wide_k[:, seen].mT, beta=-1, alpha=scale).exp_()
