@@ -24,6 +24,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -171,8 +172,16 @@ def describe(c: dict) -> str:
     return f"S={c['S']} T={c['T']} Vd={c['Vd']} {c['dtype']}" + (" 90 % prompt" if c["mask_frac"] == 0.1 else "")
 
 
+def compared(lines: list[dict], configurations: list[dict]) -> Iterator[tuple[dict, dict, list[dict]]]:
+    """Configurations that all three have lines of, with our line and the peers'."""
+    for c in configurations:
+        ours, theirs = find(lines, c, "ours"), [find(lines, c, impl) for impl in PEERS]
+        if ours and all(theirs):
+            yield c, ours, theirs
+
+
 def report(configurations: list[dict], where: tuple[str, int] | None) -> None:
-    """The table, and a plot beside the results."""
+    """The table of these configurations, and a plot beside the results of all that is there."""
     lines = read(where)
     rates = next((x["gflops"] for x in lines if x.get("kind") == "rates"), None)
     if rates is None:
@@ -184,12 +193,8 @@ def report(configurations: list[dict], where: tuple[str, int] | None) -> None:
     print("| configuration | ours tok/s | MiB | × limit | speculators tok/s | MiB | SpecForge tok/s | MiB | ratio | "
           "wanted | tuned | MiB ratio |")  # fmt: skip
     print("| --- |" + " --: |" * 11)
-    done = []
-    for c in configurations:
-        ours, peer, theirs = find(lines, c, "ours"), better_peer(lines, c), [find(lines, c, impl) for impl in PEERS]
-        if not ours or not all(theirs):
-            continue
-        done.append((c, ours, peer))
+    for c, ours, theirs in compared(lines, configurations):
+        peer = better_peer(lines, c)
         tuned = find(lines, c, peer["impl"], True)
         over = ours["s_per_step"] * rates[c["dtype"]] / ours["gflop_pruned"]
         memory = [x["peak_rss_mib"] - x["rss_before_mib"] for x in (ours, *theirs)]
@@ -199,7 +204,7 @@ def report(configurations: list[dict], where: tuple[str, int] | None) -> None:
         print(f"| {describe(c)}{' (busy)' * busy} | {ours['tok_per_s']:.0f} | {memory[0]} | {over:.2f} | {speeds} | "
               f"{peer['s_per_step'] / ours['s_per_step']:.2f} | {wanted_ratio(c):.0f} | {against_tuned} | "
               f"{memory[0] / min(memory[1:]):.2f} |")  # fmt: skip
-    if done:
+    if done := [(c, ours, better_peer(lines, c)) for c, ours, _ in compared(lines, GRID)]:
         plot(done)
 
 

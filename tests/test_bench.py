@@ -35,3 +35,21 @@ def test_lines_of_another_machine_are_not_taken_for_ones_of_here(monkeypatch, tm
     assert bench.read(("here", 2)) == [{"machine": "here", "threads": 2}]
     assert bench.read(("elsewhere", 2)) == []
     assert len(bench.read()) == 2  # there, where the last line is from
+
+
+def test_a_report_of_some_configurations_leaves_the_others_in_the_plot(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    bench = importlib.import_module("bench")
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "lines.jsonl")
+    plotted = []
+    monkeypatch.setattr(bench, "plot", plotted.extend)
+    here = {"machine": "here", "threads": 2}
+    bench.write({"kind": "rates", "gflops": {"fp32": 100.0, "bf16": 300.0}, **here})
+    for c in bench.GRID[:2]:
+        for impl, seconds in (("ours", 1.0), ("speculators", 3.0), ("specforge", 2.0)):
+            bench.write({"impl": impl, **c, "tuned": False, "s_per_step": seconds, "tok_per_s": 10 / seconds,
+                         "peak_rss_mib": 100, "rss_before_mib": 50, "gflop_pruned": 100.0, "other_cpu_frac": 0.0, **here})
+    bench.report(bench.GRID[:1], None)
+    out = capsys.readouterr().out
+    assert out.count("| S=") == out.count("| 3.00 |") == out.count("| 2.00 |") == 1  # × limit, ratio to the better peer
+    assert [(c, peer["impl"]) for c, _, peer in plotted] == [(c, "specforge") for c in bench.GRID[:2]]
