@@ -23,10 +23,16 @@ def test_speculators_does_the_same_job_in_this_environment():
     assert lines[0]["kl_first"][0] == pytest.approx(lines[1]["kl_first"][0], abs=5e-4)
 
 
-def test_lines_of_another_machine_are_not_taken_for_ones_of_here(monkeypatch, tmp_path):
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """The module, without any results."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    bench = importlib.import_module("bench")
-    monkeypatch.setattr(bench, "RESULTS", tmp_path / "lines.jsonl")
+    module = importlib.import_module("bench")
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "lines.jsonl")
+    return module
+
+
+def test_lines_of_another_machine_are_not_taken_for_ones_of_here(bench):
     assert bench.read() == []
     with pytest.raises(SystemExit, match="nothing is measured"):
         bench.report(bench.GRID, None)
@@ -37,10 +43,7 @@ def test_lines_of_another_machine_are_not_taken_for_ones_of_here(monkeypatch, tm
     assert len(bench.read()) == 2  # there, where the last line is from
 
 
-def test_a_report_of_some_configurations_leaves_the_others_in_the_plot(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    bench = importlib.import_module("bench")
-    monkeypatch.setattr(bench, "RESULTS", tmp_path / "lines.jsonl")
+def test_a_report_of_some_configurations_leaves_the_others_in_the_plot(bench, monkeypatch, capsys):
     plotted = []
     monkeypatch.setattr(bench, "plot", plotted.extend)
     here = {"machine": "here", "threads": 2}
