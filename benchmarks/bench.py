@@ -89,11 +89,12 @@ def machine() -> dict:
 
 
 def machine_name() -> str:
-    """Cores, model, and the widest instructions: hypervisors give machines of different rates one model name."""
+    """Cores, model, its family, and the widest instructions: hypervisors give machines of different rates one model name."""
     info = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     info = {key.strip(): value.strip() for key, value in info.items()}
     widest = next((x for x in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if x in info.get("flags", "").split()), "")
-    return f"{os.cpu_count()} × {info.get('model name', platform.machine())} {widest}".rstrip()
+    family = f"family {info['cpu family']} model {info['model']}" if "cpu family" in info else ""
+    return " ".join(f"{os.cpu_count()} × {info.get('model name', platform.machine())} {family} {widest}".split())
 
 
 def matmul_rates(threads: int) -> dict:

@@ -91,10 +91,10 @@ def main() -> None:
     def step() -> tuple[float, list[float]]:
         with torch.autocast(args.device, dtype=torch.bfloat16, enabled=args.dtype == "bf16"):
             out = drafter(batch, target, step_weights)
-        optimizer.zero_grad()
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
+        optimizer.zero_grad()  # where the trainer does: the old gradients do not lie beside the next forward
         kl = (out.metrics["loss_sum"] - entropy_sums) / rows.loss_rows.to(args.device)
         return out.loss.item(), kl.tolist()
 
