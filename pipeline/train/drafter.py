@@ -25,6 +25,7 @@ from pipeline.train.alignment import PackedBatch, Rows, select_rows
 from pipeline.train.drafter_config import DrafterConfig
 from pipeline.train.loss import Objective, vocabulary_loss
 from pipeline.train.rope import Rope, rotate
+from pipeline.train.shapes import missing, pad_rows
 from pipeline.train.ttt import ttt_attention
 
 
@@ -269,30 +270,35 @@ class Drafter(nn.Module):
     def unroll(self, batch: PackedBatch, target: FrozenTarget, steps: int, rows: Rows) -> Tensor:
         """The hidden states of all steps, before the final norm: [T, N, H] for the N rows that count."""
         layer, attention = self.midlayer, self.midlayer.self_attn
-        device = batch.features.device
-        lengths, total = batch.sample_lengths.cpu(), len(batch.input_ids)
-        length = lengths.repeat_interleave(lengths)  # [R]
+        device, count = batch.features.device, len(rows.index)
+        lengths = batch.sample_lengths.cpu()
         queries = self.config.num_attention_heads * self.config.head_dim
 
-        fused = self.fc(self.dropout(self.fc_input(batch.features)))  # [R, H]
+        # Rows beyond the last are padding (see `shapes`): they read token 0, and nobody reads them.
+        features = pad_rows(batch.features)
+        length = F.pad(lengths.repeat_interleave(lengths), (0, len(features) - len(batch.features)))  # [R]
+        index, position = (F.pad(x, (0, missing(count))) for x in (rows.index, rows.position))  # [N]
+
+        fused = self.fc(self.dropout(self.fc_input(features)))  # [R, H]
         for_embedding, for_hidden = attention.halves(fused.dtype)  # [(A + 2K)·D, H] twice
 
         def embedded(token: Tensor) -> Tensor:
             return self.dropout(layer.input_layernorm(self.embed(batch, target, token).to(fused.dtype)))
 
         # Step 0: keys and values for every row, since later rows attend to them; queries only for rows that count.
-        every = torch.arange(total)
-        position = every - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        every = torch.arange(len(features))
+        begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         keys_values = F.linear(embedded(every + 1), for_embedding[queries:])
         keys_values = keys_values + F.linear(layer.hidden_norm(fused), for_hidden[queries:])  # [R, 2K·D]
-        _, k0, v0 = attention.split(keys_values, *self.rope.cos_sin(position, length, device))  # [R, K, D]
+        position_of_every = every - F.pad(begins, (0, len(every) - len(begins)))
+        _, k0, v0 = attention.split(keys_values, *self.rope.cos_sin(position_of_every, length, device))  # [R, K, D]
 
         ahead = torch.arange(steps)[:, None]  # step j reads the token j further on, at the position j further on
-        tokens, token = (rows.index + 1 + ahead).unique(return_inverse=True)
-        of_embedding = F.linear(embedded(tokens), for_embedding)  # [tokens, (A + 2K)·D]
+        tokens, token = (index + 1 + ahead).unique(return_inverse=True)
+        of_embedding = F.linear(embedded(F.pad(tokens, (0, missing(len(tokens))))), for_embedding)  # [·, (A + 2K)·D]
         token = token.to(device)  # [T, N] rows of `of_embedding`
-        cos, sin = self.rope.cos_sin(rows.position + ahead, length[rows.index], device)  # [T, N, D]
-        h = fused[rows.index.to(device)]  # [N, H]
+        cos, sin = self.rope.cos_sin(position + ahead, length[index], device)  # [T, N, D]
+        h = fused[index.to(device)]  # [N, H]
         hidden, own_k, own_v = [], [], []
         for step in range(steps):
             qkv = of_embedding.index_select(0, token[step]) + F.linear(layer.hidden_norm(h), for_hidden)
@@ -305,7 +311,7 @@ class Drafter(nn.Module):
             hidden.append(h)
             if self.config.norm_output:
                 h = self.norm(h)
-        return torch.stack(hidden)
+        return torch.stack(hidden)[:, :count]
 
     def embed(self, batch: PackedBatch, target: FrozenTarget, token: Tensor) -> Tensor:
         """Embeddings of the tokens at packed indices. [...] → [..., H]"""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.target import OutputHead
+from pipeline.train.shapes import missing, pad_rows
 
 # Logits of one matmul: enough rows that adding to the head's gradient (a pass over [Vd, H]) costs little beside it.
 CHUNK_LOGITS = {"cpu": 24_000_000, "cuda": 120_000_000}
@@ -120,15 +121,18 @@ class _VocabularyLoss(torch.autograd.Function):
             grad_head = torch.empty_like(lm_head, dtype=acc) if grad else None
             block = max(1, BLOCK_LOGITS[hidden.device.type] // len(lm_head))
             # Written over by every chunk: fresh memory would cost a page fault per 4 KiB each time.
-            logits = torch.empty(min(chunk, len(rows)), len(lm_head), dtype=dtype, device=hidden.device)
+            most = min(chunk, len(rows))
+            logits = torch.empty(most + missing(most), len(lm_head), dtype=dtype, device=hidden.device)
             for a in range(0, len(rows), chunk):
                 part = slice(a, a + chunk)
-                x = flat[rows[part]]  # [n, H]
+                stop = min(a + chunk, len(rows))
+                x = pad_rows(flat[rows[part]])  # [n, H]; where x is 0, so are z and the gradients
                 z = torch.mm(x, weight.t(), out=logits[: len(x)])  # [n, Vd]
                 first = int(bounds[a])
-                target_logits = final_hidden[first : int(bounds[part][-1]) + 1].to(dtype) @ target_weight.t()
-                for b in range(a, a + len(x), block):
-                    at = slice(b, min(b + block, a + len(x)))
+                final = pad_rows(final_hidden[first : int(bounds[part][-1]) + 1])
+                target_logits = final.to(dtype) @ target_weight.t()
+                for b in range(a, stop, block):
+                    at = slice(b, min(b + block, stop))
                     low, high = int(bounds[at][0]), int(bounds[at][-1]) + 1  # tokens of this block
                     wide = head.finish(target_logits[low - first : high - first].to(acc))
                     teacher, entropy = _teacher(wide, answer[low:high], objective)
@@ -140,8 +144,9 @@ class _VocabularyLoss(torch.autograd.Function):
                         logit_rows.copy_(dz)  # before the row's weight
                 if grad:
                     factor = row_weight[part][:, None].to(dtype)
-                    grad_hidden.index_copy_(0, rows[part], (z @ weight) * factor)
-                    _add_product(grad_head, z, x * factor, first=a == 0)
+                    grad_hidden.index_copy_(0, rows[part], (z @ weight)[: stop - a] * factor)
+                    x[: stop - a] *= factor
+                    _add_product(grad_head, z, x, first=a == 0)
             loss_sums = losses.sum(0)
             if grad and not len(rows):
                 grad_head.zero_()

@@ -31,6 +31,7 @@ from pipeline.standardize import dump_shards
 from pipeline.store import HiddenStore
 from pipeline.target import OutputHead, Target, load_embedding, load_output_head
 from pipeline.train.alignment import PackedBatch, Rows
+from pipeline.train.allocator import keep_freed_memory
 from pipeline.train.batches import AlignedFiles, MicroBatch, Prefetcher, TrainingData, pack, plan_epoch
 from pipeline.train.checkpoint import best_weights, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
 from pipeline.train.drafter import Drafter, FrozenTarget, TTTOutput
@@ -101,6 +102,8 @@ class Trainer:
         self.accelerator = make_accelerator(device)
         announce(self.accelerator)
         self.device = self.accelerator.device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.log = TrainingLog(config, manifest, folder, main=self.accelerator.is_main_process)
         self.precision = resolve_precision(self.c.precision, self.device)

@@ -19,16 +19,17 @@ In bf16 on a CPU the backward of short runs is a few matrix products instead: to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.train.alignment import Segment
+from pipeline.train.shapes import missing
 
 _MOST_KEYS = 640  # a run that sees more goes to the CPU's kernel in bf16 too
-_QUERY_BLOCK = 128  # queries per product
+_QUERY_BLOCK, _ALIGNMENT = 128, 32  # queries per product, and what divides their number and that of the keys
 
 
 class _Call(NamedTuple):
@@ -50,7 +51,7 @@ def ttt_attention(
         q: [N, heads, head_dim] queries of the compact rows.
         k0, v0: [R, kv_heads, head_dim] step 0's keys and values of all packed rows; kv_heads divides heads.
         own_k, own_v: j tensors [N, kv_heads, head_dim], the rows' own keys and values of steps 1 … j.
-        segments: how compact rows lie in packed rows; together they cover all N.
+        segments: how compact rows lie in packed rows; what no segment covers sees no key of step 0.
 
     Returns:
         [N, heads, head_dim]
@@ -64,35 +65,42 @@ class _TTTAttention(torch.autograd.Function):
         steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
         own_k, own_v = own[:steps], own[steps:]
         scale = q.shape[-1] ** -0.5
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=_lse_dtype(q))
+        out = torch.zeros_like(q)
+        lse = q.new_zeros(q.shape[:2], dtype=_lse_dtype(q))
         ctx.runs = []
         for s in segments:
             queries, run = slice(s.start, s.stop), slice(s.first_row, s.first_row + s.stop - s.start)
-            part_out, part_lse, state = _flash_forward(q[queries], k0[run], v0[run], True, scale)
-            calls = [_Call(run, True, state)]
-            if s.first_key < s.first_row:
-                past = slice(s.first_key, s.first_row)
-                past_out, past_lse, state = _flash_forward(q[queries], k0[past], v0[past], False, scale)
-                calls.append(_Call(past, False, state))
-                part_out, part_lse = _merge(part_out, part_lse, past_out, past_lse)
+            visible, calls = slice(s.first_key, run.stop), []
+            if _products_are_faster(q, visible):
+                with torch.autocast(q.device.type, enabled=False):  # it would narrow what is wide on purpose
+                    part_out, part_lse = _forward_by_products(q[queries], k0[visible], v0[visible], scale)
+            else:
+                part_out, part_lse, state = _flash_forward(q[queries], k0[run], v0[run], True, scale)
+                calls.append(_Call(run, True, state))
+                if s.first_key < s.first_row:
+                    past = slice(s.first_key, s.first_row)
+                    past_out, past_lse, state = _flash_forward(q[queries], k0[past], v0[past], False, scale)
+                    calls.append(_Call(past, False, state))
+                    part_out, part_lse = _merge(part_out, part_lse, past_out, past_lse)
             out[queries], lse[queries] = part_out, part_lse
-            ctx.runs.append((queries, slice(s.first_key, run.stop), calls))
+            ctx.runs.append((queries, visible, calls))
+        share = None
         if steps:
             wide = q.to(lse.dtype)
             scores = torch.stack([_dot(wide, k, groups) for k in own_k]).mul_(scale)  # [j, N, heads]
             flash_lse, lse = lse, torch.logsumexp(torch.cat([lse[None], scores]), 0)
-            out *= (flash_lse - lse).exp_()[..., None].to(out.dtype)
+            share = (flash_lse - lse).exp_()  # of step 0's keys in the probability
+            out *= share[..., None].to(out.dtype)
             for score, v in zip(scores, own_v, strict=True):
                 _grouped(out, groups).addcmul_(
                     _grouped((score - lse).exp_()[..., None].to(out.dtype), groups), v[:, :, None]
                 )
-        ctx.save_for_backward(q, k0, v0, out, lse, *own)
+        ctx.save_for_backward(q, k0, v0, out, lse, share, *own)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k0, v0, out, lse, *own = ctx.saved_tensors
+        q, k0, v0, out, lse, share, *own = ctx.saved_tensors
         steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
         own_k, own_v = own[:steps], own[steps:]
         scale = q.shape[-1] ** -0.5
@@ -101,14 +109,16 @@ class _TTTAttention(torch.autograd.Function):
         wide_q, wide_grad = q.to(lse.dtype), grad.to(lse.dtype)
         delta = (wide_grad * out.to(lse.dtype)).sum(-1)  # [N, heads]: Σ_t p_t dp_t over all keys
         for queries, visible, calls in ctx.runs:
-            grad_run, q_run, out_run, lse_run = grad[queries], q[queries], out[queries], lse[queries]
-            if _products_are_faster(q_run, visible):
-                with torch.autocast(q.device.type, enabled=False):  # it would narrow what is wide on purpose
-                    part = _backward_by_products(grad_run, q_run, k0[visible], v0[visible], lse_run, delta[queries], scale)
-                parts = [(visible, part)]
-            else:
+            grad_run, q_run = grad[queries], q[queries]
+            if calls:
+                out_run, lse_run = out[queries], lse[queries]
                 parts = [(c.keys, _flash_backward(grad_run, q_run, k0[c.keys], v0[c.keys], out_run, lse_run, c.causal,
                                                   scale, c.state)) for c in calls]  # fmt: skip
+            else:
+                share_run = None if share is None else share[queries]
+                with torch.autocast(q.device.type, enabled=False):
+                    part = _backward_by_products(grad_run, q_run, k0[visible], v0[visible], delta[queries], share_run, scale)
+                parts = [(visible, part)]
             for keys, (part_q, part_k, part_v) in parts:
                 dq[queries] += part_q
                 dk0[keys] += part_k
@@ -202,32 +212,98 @@ def _products_are_faster(queries: Tensor, visible: slice) -> bool:
     return few and queries.device.type == "cpu" and queries.dtype == torch.bfloat16
 
 
-def _backward_by_products(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a run of queries by matrix products over blocks of them; dk and dv are in lse's precision.
+def _aligned(past: int, rows: int) -> tuple[int, int]:
+    """How many keys of zeros to put before a run that sees `past` keys of others, and rows of zeros behind it, so that
+    the shapes of its products recur (see `shapes`)."""
+    return missing(past, _ALIGNMENT), missing(rows, _ALIGNMENT)
 
-    The run's own keys are the last of m: query i of n sees keys 0 … m - n + i. As in the kernels, q·k and grad·v stay in
+
+def _blocks(past: int, rows: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of a run of queries, and the keys that each sees some of: `past` ones before the run and its own."""
+    for start in range(0, rows, _QUERY_BLOCK):
+        stop = min(start + _QUERY_BLOCK, rows)
+        yield slice(start, stop), slice(past + stop)
+
+
+def _probabilities(q: Tensor, k: Tensor, scale: float, groups: int, front: int) -> tuple[Tensor, Tensor]:
+    """Softmax over the keys and the greatest score of each query, in fp32 at least.
+
+    q: [kv_heads, groups · rows, d], the last `rows` of the keys [kv_heads, keys, d] being the queries' own and the first
+    `front` nobody's.
+    """
+    scores = _wide_product(q, k.mT).mul_(scale)
+    scores[..., :front] = -torch.inf
+    own = scores.unflatten(1, (groups, -1))[..., -(q.shape[1] // groups) :]
+    own.masked_fill_(own.new_ones(own.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
+    return scores.softmax(-1), scores.amax(-1)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with its sums in fp32, where b is bf16 and a is or may be rounded to it. Torch's bmm for a CPU would round
+    the result to bf16.
+
+    Torch multiplies fp32 matrices in bf16 where it is told to, which loses nothing of numbers that are bf16.
+    """
+    if b.dtype != torch.bfloat16:
+        return torch.bmm(a, b)
+    settings = torch.backends.mkldnn.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    try:
+        return torch.bmm(a.float(), b.float())
+    finally:
+        settings.fp32_precision = before
+
+
+def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """out and lse of a run of queries by matrix products over blocks of them.
+
+    The run's own keys are the last of m: query i of n sees keys 0 … m - n + i.
+    """
+    groups, past, count = q.shape[1] // k.shape[1], len(k) - len(q), len(q)
+    front, behind = _aligned(past, count)
+    q, k, v = _padded(q, 0, behind), _padded(k, front, behind), _padded(v, front, behind)
+    q = _grouped(q, groups).movedim(0, 2)  # [kv_heads, groups, rows, d]
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+    for rows, seen in _blocks(front + past, q.shape[2]):
+        p, greatest = _probabilities(q[:, :, rows].flatten(1, 2), k[:, seen], scale, groups, front)
+        top = p.amax(-1, keepdim=True)  # exp(greatest - lse)
+        lse[:, :, rows] = (greatest - top.squeeze(-1).log()).unflatten(1, (groups, -1))
+        # Relative to the greatest, which then is no rounded number: it decides where attention is sharp.
+        out[:, :, rows] = _wide_product(p.div_(top), v[:, seen]).mul_(top).unflatten(1, (groups, -1))
+    return out.movedim(2, 0).flatten(1, 2)[:count], lse.movedim(2, 0).flatten(1, 2)[:count]
+
+
+def _backward_by_products(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, share: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a run whose forward was `_forward_by_products`; dk and dv are in lse's precision.
+
+    share: [rows, heads] of these keys in the probability, None for all of it. As in the kernels, q·k and grad·v stay in
     lse's precision, since what is subtracted from them nearly cancels them.
     """
-    groups, past = q.shape[1] // k.shape[1], len(k) - len(q)
-    # [rows, heads, ·] → [kv_heads, groups, rows, ·] and [kv_heads, rows, ·]
-    q, grad, lse, delta = (_grouped(x, groups).movedim(0, 2) for x in (q, grad, lse[..., None], delta[..., None]))
-    k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).to(lse.dtype)
-    wide_k = k.to(lse.dtype)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(v)
-    for start in range(0, q.shape[2], _QUERY_BLOCK):
-        rows = slice(start, start + _QUERY_BLOCK)
-        q_rows, grad_rows, lse_rows, delta_rows = (x[:, :, rows].flatten(1, 2) for x in (q, grad, lse, delta))
-        seen = slice(past + start + q_rows.shape[1] // groups)
-        p = torch.baddbmm(lse_rows, q_rows.to(lse.dtype), wide_k[:, seen].mT, beta=-1, alpha=scale).exp_()
-        p.unflatten(1, (groups, -1))[..., past + start :].tril_()
-        ds = torch.baddbmm(delta_rows, grad_rows.to(lse.dtype), v[:, seen].mT, beta=-1).mul_(p).mul_(scale)
+    groups, past, count = q.shape[1] // k.shape[1], len(k) - len(q), len(q)
+    front, behind = _aligned(past, count)
+    share = torch.ones_like(delta) if share is None else share
+    q, grad, delta, share = (_padded(x, 0, behind) for x in (q, grad, delta[..., None], share[..., None]))
+    q, grad, delta, share = (_grouped(x, groups).movedim(0, 2) for x in (q, grad, delta, share))
+    k, v = (_padded(x, front, behind).transpose(0, 1).contiguous() for x in (k, v))
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=delta.dtype), torch.zeros_like(v, dtype=delta.dtype)
+    for rows, seen in _blocks(front + past, q.shape[2]):
+        q_rows, grad_rows, delta_rows, share_rows = (x[:, :, rows].flatten(1, 2) for x in (q, grad, delta, share))
+        p = _probabilities(q_rows, k[:, seen], scale, groups, front)[0].mul_(share_rows)
+        ds = _wide_product(grad_rows, v[:, seen].mT).sub_(delta_rows).mul_(p).mul_(scale)
         p, ds = p.to(q.dtype), ds.to(q.dtype)
         dq[:, :, rows] = (ds @ k[:, seen]).unflatten(1, (groups, -1))
         dk[:, seen] += ds.mT @ q_rows
         dv[:, seen] += p.mT @ grad_rows
-    return dq.movedim(2, 0).flatten(1, 2), dk.transpose(0, 1), dv.transpose(0, 1)
+    dk, dv = (x.transpose(0, 1)[front : front + past + count] for x in (dk, dv))
+    return dq.movedim(2, 0).flatten(1, 2)[:count], dk, dv
+
+
+def _padded(x: Tensor, front: int, behind: int) -> Tensor:
+    """x [rows, heads, ·] with rows of zeros before and behind it."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, front, behind)) if front or behind else x
 
 
 def _bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
