@@ -1,6 +1,7 @@
 """Packing, order, the share of each rank, and batches against the shards they come from."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -169,3 +170,25 @@ def test_prefetcher_raises_where_the_step_is_used(run):
     source.load = fail
     with pytest.raises(PipelineError, match="shard lost"), Prefetcher(source, [[MicroBatch((0,), True)]]) as batches:
         list(batches)
+
+
+def test_the_loader_computes_alone_and_leaves_the_numbers_of_threads_as_they_are():
+    """Two OpenMP pools on the same cores wait for each other at the end of every parallel operation."""
+    before, inside = torch.get_num_threads(), []
+
+    class Data:
+        def load(self, samples, pin):
+            inside.append(torch.get_num_threads())
+
+    torch.set_num_threads(3)
+    try:
+        with Prefetcher(Data(), [[MicroBatch((0,), True)]] * 2) as batches:
+            assert len(list(batches)) == 2
+            assert torch.get_num_threads() == 3
+        later = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (inside, later, torch.get_num_threads()) == ([1, 1], [3], 3)
+    finally:
+        torch.set_num_threads(before)

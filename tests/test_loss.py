@@ -78,7 +78,8 @@ def run(c: dict, chunk_logits: int, logit_scale: float = 1.0, softcap: float | N
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
-    assert (found - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max().clamp(min=1e-2)
+    """Relative to the largest entry, or to a tenth of the terms that cancel in a gradient (of "tv", almost wholly)."""
+    assert (found - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max().clamp(min=0.1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest.mock import patch
 
 import pytest
@@ -90,44 +91,71 @@ def test_equals_dense_fp32(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), block=st.integers(1, 9))
-def test_the_backward_by_products_equals_dense(dtype, case, block):
-    """It is taken in bf16, but it is the same for every precision."""
-    with patch.object(ttt, "_products_are_faster", lambda *_: True), patch.object(ttt, "_QUERY_BLOCK", block):
+@settings(max_examples=80, deadline=None)
+@given(case=cases(), alignment=st.integers(1, 5), queries=st.integers(1, 4), scores=st.sampled_from([1, 60, 10_000]))
+def test_products_equal_dense(dtype, case, alignment, queries, scores):
+    """They are taken in bf16, but they are the same for every precision."""
+    with (
+        patch.object(ttt, "_products_are_faster", lambda _: True),
+        patch.multiple(ttt, _ALIGNMENT=alignment, _QUERIES=alignment * queries, _SCORES=scores),
+    ):
         check(case, dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "most_keys"), [(torch.float32, 640), (torch.bfloat16, 640), (torch.bfloat16, 0)]
-)  # the kernel, products, the kernel
+@pytest.mark.parametrize(("dtype", "scores"), [(torch.float32, None), (torch.bfloat16, 128 * 2048), (torch.bfloat16, 1)])
 @pytest.mark.parametrize("own_steps", [0, 6])
-def test_large_enough_to_cross_the_kernels_blocks(own_steps, dtype, most_keys):
+def test_large_enough_to_cross_blocks(own_steps, dtype, scores):
+    """The kernel, products of 128 queries, products of 32."""
     mask = [i >= 31 and i % 197 != 0 for i in range(400)] + [True] * 90
     case = dict(heads=6, kv_heads=2, head_dim=64, lengths=[400, 90], mask=mask, own_steps=own_steps, seed=0)
-    with patch.object(ttt, "_MOST_KEYS", most_keys):
+    with patch.object(ttt, "_SCORES", scores or ttt._SCORES):
         check(case, dtype)
+
+
+def test_bf16_by_the_kernel():
+    """What a GPU does in bf16, here by the CPU's kernel."""
+    case = dict(heads=6, kv_heads=2, head_dim=64, lengths=[400], mask=[True] * 400, own_steps=2, seed=0)
+    with patch.object(ttt, "_products_are_faster", lambda _: False):
+        check(case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_setting_for_wide_products_is_torchs_own_again(fails):
+    """It is the process's: fp32 products of others must not be made in bf16."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    a, b = torch.ones(1, 2, 64).bfloat16(), torch.ones(1, 63 if fails else 64, 2).bfloat16()
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        assert ttt._wide_product(a, b).dtype == torch.float32
+    assert torch.backends.mkldnn.matmul.fp32_precision == before != "bf16"
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_wide_products_lose_nothing(d):
+    a, b = (torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((70, d), (d, 90)))
+    exact = a.double() @ b.double()
+    assert (ttt._wide_product(a, b).double() - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bf16_gradients_of_sharp_attention_are_as_near_as_the_kernels_own(autocast):
-    """Scores of up to ±30: rounded to bf16 before the exponential, a probability would be off by up to 6 %."""
+def test_bf16_by_products_is_as_near_as_the_kernels_own(autocast):
+    """Output and gradients of scores of up to ±30: rounded to bf16 before the exponential, a probability would be off by
+    up to 6 %."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(70, heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
     q = q * 6
     rows = select_rows(torch.ones(72).bool(), torch.tensor([72]), torch.zeros(72).long(), 1)
     assert len(rows.index) == 70
 
-    def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         out = ttt_attention(*leaves, [], [], rows.segments)
-        return [g.double() for g in torch.autograd.grad(out, leaves, grad.to(dtype))]
+        return [x.double() for x in (out, *torch.autograd.grad(out, leaves, grad.to(dtype)))]
 
-    exact = gradients(torch.float64)
+    exact = results(torch.float64)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours = gradients(torch.bfloat16)
-    with patch.object(ttt, "_products_are_faster", lambda *_: False):
-        kernels = gradients(torch.bfloat16)
+        ours = results(torch.bfloat16)
+    with patch.object(ttt, "_products_are_faster", lambda _: False):
+        kernels = results(torch.bfloat16)
     for wanted, our, kernel in zip(exact, ours, kernels, strict=True):
         assert (our - wanted).norm() <= 1.1 * (kernel - wanted).norm()
 

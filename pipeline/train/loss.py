@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.target import OutputHead
-from pipeline.train.shapes import missing, pad_rows
+from pipeline.train.shapes import ROWS, missing, pad_rows
 
 # Logits of one matmul: enough rows that adding to the head's gradient (a pass over [Vd, H]) costs little beside it.
 CHUNK_LOGITS = {"cpu": 24_000_000, "cuda": 120_000_000}
@@ -98,6 +98,7 @@ def vocabulary_loss(
     grad = torch.is_grad_enabled() and (hidden.requires_grad or lm_head.requires_grad)
     chunk_logits = chunk_logits or CHUNK_LOGITS[hidden.device.type]
     chunk = max(1, chunk_logits // len(lm_head))
+    chunk -= chunk % ROWS if chunk > ROWS else 0
     args = (hidden, lm_head, head, final_hidden, answer, row_of, used, step_weights, objective, chunk, grad)
     return VocabLoss(*_VocabularyLoss.apply(*args))
 

@@ -13,8 +13,8 @@ Only gated rows have queries. `is_causal` with fewer queries than keys means dif
 run of queries is split into two calls that mean the same everywhere: full attention over the keys before the run, and a
 square causal block over the run itself.
 
-In bf16 on a CPU the backward of short runs is a few matrix products instead: torch 2.13's kernel takes twice as long for
-100 queries that see 150 keys, as long for 300 that see 500, and less for many keys (9 heads, 3 key heads of size 64).
+In bf16 on a CPU both directions are a few matrix products per block of queries instead: torch 2.13's kernel takes one and
+a half times to twice as long (9 heads, 3 key heads of size 64, AVX512), its backward for 100 queries three times.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 from pipeline.train.alignment import Segment
 from pipeline.train.shapes import missing
 
-_MOST_KEYS = 640  # a run that sees more goes to the CPU's kernel in bf16 too
-_QUERY_BLOCK, _ALIGNMENT = 128, 32  # queries per product, and what divides their number and that of the keys
+# Of a block's products: most queries, what divides their number and that of the keys, most scores of a head.
+_QUERIES, _ALIGNMENT, _SCORES = 128, 32, 128 * 2048
 
 
 class _Call(NamedTuple):
@@ -71,7 +71,7 @@ class _TTTAttention(torch.autograd.Function):
         for s in segments:
             queries, run = slice(s.start, s.stop), slice(s.first_row, s.first_row + s.stop - s.start)
             visible, calls = slice(s.first_key, run.stop), []
-            if _products_are_faster(q, visible):
+            if _products_are_faster(q):
                 with torch.autocast(q.device.type, enabled=False):  # it would narrow what is wide on purpose
                     part_out, part_lse = _forward_by_products(q[queries], k0[visible], v0[visible], scale)
             else:
@@ -207,9 +207,8 @@ def _flash_backward(
     return dq, dk, dv
 
 
-def _products_are_faster(queries: Tensor, visible: slice) -> bool:
-    few = visible.stop - visible.start <= _MOST_KEYS
-    return few and queries.device.type == "cpu" and queries.dtype == torch.bfloat16
+def _products_are_faster(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16
 
 
 def _aligned(past: int, rows: int) -> tuple[int, int]:
@@ -220,8 +219,10 @@ def _aligned(past: int, rows: int) -> tuple[int, int]:
 
 def _blocks(past: int, rows: int) -> Iterator[tuple[slice, slice]]:
     """Blocks of a run of queries, and the keys that each sees some of: `past` ones before the run and its own."""
-    for start in range(0, rows, _QUERY_BLOCK):
-        stop = min(start + _QUERY_BLOCK, rows)
+    few = _SCORES // (past + rows) // _ALIGNMENT * _ALIGNMENT
+    size = max(_ALIGNMENT, min(_QUERIES, few))
+    for start in range(0, rows, size):
+        stop = min(start + size, rows)
         yield slice(start, stop), slice(past + stop)
 
 

@@ -1,0 +1,81 @@
+"""What a training step asks of oneDNN and of malloc: few shapes, and no new pages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+from test_drafter import HIDDEN, frozen, make_drafter, make_samples, pack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.train.shapes import ROWS, missing, pad_rows
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of the bf16 products that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes: set[tuple] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm") and args[-1].dtype == torch.bfloat16:
+            self.shapes.add(tuple(tuple(a.shape) for a in args[-2:]))
+        return function(*args, **kwargs or {})
+
+
+def test_the_sizes_of_bf16_products_are_those_of_the_drafter_or_multiples():
+    """Nothing about a batch that differs from the next one's may be a shape of its own."""
+    drafter = make_drafter(num_attention_heads=6, num_key_value_heads=2, head_dim=14)
+    of_the_drafter = {3 * HIDDEN, HIDDEN, 20, 30, 14, 2 * 2 * 14, 6 * 14, 10 * 14, 2}
+    generator = torch.Generator().manual_seed(0)
+    shapes = set()
+    for _ in range(12):
+        lengths = torch.randint(8, 45, (3,), generator=generator).tolist()
+        masks = [(torch.arange(n) > torch.randint(0, 6, (), generator=generator)).tolist() for n in lengths]
+        batch = pack(make_samples(lengths, masks, 3))
+        with Products() as seen, torch.autocast("cpu", torch.bfloat16):
+            drafter(batch, frozen(drafter), torch.ones(3)).loss.backward()
+        shapes |= seen.shapes
+    sizes = {size for shape in shapes for matrix in shape for size in matrix}
+    assert {n for n in sizes - of_the_drafter if n % ROWS} == set()
+    assert shapes
+
+
+def test_padding():
+    x = torch.ones(17, 3)
+    assert (missing(0), missing(16), missing(17), missing(5, 4)) == (0, 0, 15, 3)
+    assert pad_rows(x).shape == (32, 3)
+    assert pad_rows(x).sum() == x.sum()
+    assert pad_rows(x[:16]).data_ptr() == x.data_ptr()
+
+
+_FAULTS = """
+import resource, sys, torch
+from pipeline.train.allocator import keep_freed_memory
+torch.set_num_threads(1)
+asked = sys.argv[1] == "keep" and keep_freed_memory()
+def step():
+    for size in (48, 20):  # MiB
+        torch.ones(size << 18)
+for _ in range(10):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(asked, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_freed_memory_is_kept():
+    """A page is 4 KiB or more: ten times 48 MiB are at most 122,880 of them, and 240 if all were huge pages of 2 MiB."""
+
+    def faults(how: str) -> tuple[str, int]:
+        run = subprocess.run([sys.executable, "-c", _FAULTS, how], capture_output=True, text=True, check=True)
+        asked, count = run.stdout.split()
+        return asked, int(count)
+
+    assert faults("keep")[0] == "True"
+    assert faults("keep")[1] < 20
+    assert faults("as it is")[1] > 200
