@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import math
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,10 +68,24 @@ def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, fol
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    with sigterm_noticed() as stop_asked, errors_said_once(stop_asked):
+    with sigterm_noticed() as stop_asked, errors_said_once(stop_asked), full_memory_explained(config):
         trainer = Trainer(config, target, manifest, run_dir, folder, resolve_device(config.device))
         trainer.run(stop_asked)
     return trainer.result() if trainer.accelerator.is_main_process else None
+
+
+@contextlib.contextmanager
+def full_memory_explained(config: Config) -> Iterator[None]:
+    """Turn a device's full memory into a message that names what to change. Checkpoints are whole, whenever it comes."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        tokens = config.train.batch_tokens
+        raise PipelineError(
+            f"the device's memory is full: {str(e).splitlines()[0]}", field="train.batch_tokens", value=tokens,
+            fix=f'make train ARGS="train.batch_tokens={max(1, tokens // 2)} train.gradient_accumulation='
+                f'{2 * config.train.gradient_accumulation}"; with several GPUs train.parallel=fsdp holds a part of the '
+                "weights on each; if it was while fitting the linear drafter: drafter.init=identity") from e
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
