@@ -95,7 +95,7 @@ def main() -> None:
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()  # where the trainer does: the old gradients do not lie beside the next forward
+        optimizer.zero_grad()  # where our trainer does; speculators' own does it after the next forward
         kl = (out.metrics["loss_sum"] - entropy_sums) / rows.loss_rows.to(args.device)
         return out.loss.item(), kl.tolist()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 
+import pytest
 import torch
 from test_drafter import HIDDEN, frozen, make_drafter, make_samples, pack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,15 +16,16 @@ from pipeline.train.shapes import ROWS, missing, pad_rows
 
 
 class Products(TorchDispatchMode):
-    """Notes the shapes of the bf16 products that run inside."""
+    """Notes the shapes of the products that oneDNN makes in bf16, also of fp32 matrices (`ttt._wide_product`)."""
 
     def __init__(self):
         super().__init__()
         self.shapes: set[tuple] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm") and args[-1].dtype == torch.bfloat16:
-            self.shapes.add(tuple(tuple(a.shape) for a in args[-2:]))
+        if function.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            if args[-1].dtype == torch.bfloat16 or torch.backends.mkldnn.matmul.fp32_precision == "bf16":
+                self.shapes.add((args[-1].dtype, *(tuple(a.shape) for a in args[-2:])))
         return function(*args, **kwargs or {})
 
 
@@ -32,15 +36,15 @@ def test_the_sizes_of_bf16_products_are_those_of_the_drafter_or_multiples():
     generator = torch.Generator().manual_seed(0)
     shapes = set()
     for _ in range(12):
-        lengths = torch.randint(8, 45, (3,), generator=generator).tolist()
+        lengths = torch.randint(25, 60, (3,), generator=generator).tolist()
         masks = [(torch.arange(n) > torch.randint(0, 6, (), generator=generator)).tolist() for n in lengths]
         batch = pack(make_samples(lengths, masks, 3))
         with Products() as seen, torch.autocast("cpu", torch.bfloat16):
             drafter(batch, frozen(drafter), torch.ones(3)).loss.backward()
         shapes |= seen.shapes
-    sizes = {size for shape in shapes for matrix in shape for size in matrix}
+    sizes = {size for _, *matrices in shapes for matrix in matrices for size in matrix}
     assert {n for n in sizes - of_the_drafter if n % ROWS} == set()
-    assert shapes
+    assert {dtype for dtype, *_ in shapes} == {torch.bfloat16, torch.float32}
 
 
 def test_padding():
@@ -68,14 +72,15 @@ print(asked, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64", reason="another allocator")
 def test_freed_memory_is_kept():
-    """A page is 4 KiB or more: ten times 48 MiB are at most 122,880 of them, and 240 if all were huge pages of 2 MiB."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
 
     def faults(how: str) -> tuple[str, int]:
-        run = subprocess.run([sys.executable, "-c", _FAULTS, how], capture_output=True, text=True, check=True)
+        run = subprocess.run([sys.executable, "-c", _FAULTS, how], env=plain, capture_output=True, text=True, check=True)
         asked, count = run.stdout.split()
         return asked, int(count)
 
-    assert faults("keep")[0] == "True"
-    assert faults("keep")[1] < 20
-    assert faults("as it is")[1] > 200
+    (asked, kept), (_, usual) = faults("keep"), faults("as it is")
+    assert asked == "True"
+    assert kept * 10 < usual  # of 17,408 pages of 4 KiB a step

@@ -334,14 +334,12 @@ def test_wandb_offline_keeps_one_run(run, monkeypatch):
     assert len({f.name.rsplit("-", 1)[1] for f in folders}) == 1 <= len(folders)
 
 
-
-
 @pytest.mark.parametrize("where", ["Drafter.unroll", "start_from_regression"])
 def test_a_full_device_names_what_to_change(run, monkeypatch, where):
     """There is no GPU to fill here; torch raises this type wherever one is full."""
 
     def full(*_args, **_kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has …")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …")
 
     monkeypatch.setattr(f"pipeline.train.drafter.{where}" if "." in where else f"pipeline.train.train.{where}", full)
     with pytest.raises(PipelineError) as caught:
@@ -349,6 +347,7 @@ def test_a_full_device_names_what_to_change(run, monkeypatch, where):
     assert str(caught.value.__cause__).startswith("CUDA out of memory")
     message = str(caught.value)
     for part in ("Tried to allocate 2.00 GiB.", "train.batch_tokens", "64",
-                 'make train ARGS="train.batch_tokens=32 train.gradient_accumulation=2"', "drafter.init=identity"):
+                 'make train ARGS="train.batch_tokens=32 train.gradient_accumulation=2"', "from the beginning",
+                 "drafter.init=identity"):
         assert part in message
     assert "GPU 0 has" not in message

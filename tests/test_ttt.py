@@ -96,26 +96,39 @@ def test_equals_dense_fp32(case):
 def test_products_equal_dense(dtype, case, alignment, queries, scores):
     """They are taken in bf16, but they are the same for every precision."""
     with (
-        patch.object(ttt, "_products_are_faster", lambda _: True),
+        patch.object(ttt, "_by_products", lambda _: True),
         patch.multiple(ttt, _ALIGNMENT=alignment, _QUERIES=alignment * queries, _SCORES=scores),
     ):
         check(case, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "scores"), [(torch.float32, None), (torch.bfloat16, 128 * 2048), (torch.bfloat16, 1)])
+@pytest.mark.parametrize(("dtype", "scores"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 1)])
 @pytest.mark.parametrize("own_steps", [0, 6])
 def test_large_enough_to_cross_blocks(own_steps, dtype, scores):
-    """The kernel, products of 128 queries, products of 32."""
+    """The kernel, products of `_QUERIES` queries, products of `_ALIGNMENT`."""
     mask = [i >= 31 and i % 197 != 0 for i in range(400)] + [True] * 90
     case = dict(heads=6, kv_heads=2, head_dim=64, lengths=[400, 90], mask=mask, own_steps=own_steps, seed=0)
     with patch.object(ttt, "_SCORES", scores or ttt._SCORES):
         check(case, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_no_segment_sees_its_own_keys_only(dtype):
+    """As padding does. With the one own key it is that key's value; with none it is 0."""
+    rows = select_rows(torch.ones(32).bool(), torch.tensor([32]), torch.zeros(32).long(), 1)
+    q, k, v, own_k, own_v = (torch.randn(n, 2, 8).to(dtype).requires_grad_() for n in (31, 32, 32, 31, 31))
+    assert rows.segments[-1].stop == 30
+    out = ttt_attention(q, k, v, [own_k], [own_v], rows.segments)
+    assert torch.equal(out[30], own_v[30])
+    assert not ttt_attention(q, k, v, [], [], rows.segments)[30].any()
+    out[:30].sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v, own_k, own_v)) and not own_v.grad[30].any()
+
+
 def test_bf16_by_the_kernel():
     """What a GPU does in bf16, here by the CPU's kernel."""
     case = dict(heads=6, kv_heads=2, head_dim=64, lengths=[400], mask=[True] * 400, own_steps=2, seed=0)
-    with patch.object(ttt, "_products_are_faster", lambda _: False):
+    with patch.object(ttt, "_by_products", lambda _: False):
         check(case, torch.bfloat16)
 
 
@@ -141,10 +154,10 @@ def test_bf16_by_products_is_as_near_as_the_kernels_own(autocast):
     """Output and gradients of scores of up to ±30: rounded to bf16 before the exponential, a probability would be off by
     up to 6 %."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(70, heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
+    q, k, v, grad = (torch.randn(300, heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
     q = q * 6
-    rows = select_rows(torch.ones(72).bool(), torch.tensor([72]), torch.zeros(72).long(), 1)
-    assert len(rows.index) == 70
+    rows = select_rows(torch.ones(302).bool(), torch.tensor([302]), torch.zeros(302).long(), 1)
+    assert len(rows.index) == 300  # three blocks of products
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
@@ -154,10 +167,10 @@ def test_bf16_by_products_is_as_near_as_the_kernels_own(autocast):
     exact = results(torch.float64)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         ours = results(torch.bfloat16)
-    with patch.object(ttt, "_products_are_faster", lambda _: False):
+    with patch.object(ttt, "_by_products", lambda _: False):
         kernels = results(torch.bfloat16)
     for wanted, our, kernel in zip(exact, ours, kernels, strict=True):
-        assert (our - wanted).norm() <= 1.1 * (kernel - wanted).norm()
+        assert (our - wanted).norm() <= 1.3 * (kernel - wanted).norm()
 
 
 def test_large_scores_do_not_overflow():

@@ -27,8 +27,8 @@ SETTINGS = {  # small enough for a second of training
     "drafter.draft_vocab_size": 64, "drafter.num_attention_heads": 4, "drafter.num_key_value_heads": 2,
     "drafter.init": "identity",  # a few samples are fewer rows than a regression has unknowns: for tests that ask for it
     "drafter.head_dim": 16, "drafter.intermediate_size": 96, "train.batch_tokens": 64, "train.epochs": 2,
-    "train.dropout": 0.0, "train.ema": None, "train.precision": "fp32", "train.checkpoint_every": 3, "train.log_every": 2, "tracking.mode": "none",
-    "device": "cpu", "slots.layers": [1, 2, 3],
+    "train.dropout": 0.0, "train.ema": None, "train.precision": "fp32", "train.checkpoint_every": 3,
+    "train.log_every": 2, "tracking.mode": "none", "device": "cpu", "slots.layers": [1, 2, 3],
 }
 
 

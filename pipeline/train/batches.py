@@ -187,7 +187,7 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetcher:
-        # A thread's first question settles its own number; later ones do not touch it.
+        # A thread settles its own number where it first needs one: later than the loader's, it would be the loader's 1.
         self._threads = torch.get_num_threads()
         self._thread.start()
         return self

@@ -25,7 +25,7 @@ from pipeline.train.alignment import PackedBatch, Rows, select_rows
 from pipeline.train.drafter_config import DrafterConfig
 from pipeline.train.loss import Objective, vocabulary_loss
 from pipeline.train.rope import Rope, rotate
-from pipeline.train.shapes import missing, pad_rows
+from pipeline.train.shapes import pad_rows
 from pipeline.train.ttt import ttt_attention
 
 
@@ -274,10 +274,11 @@ class Drafter(nn.Module):
         lengths = batch.sample_lengths.cpu()
         queries = self.config.num_attention_heads * self.config.head_dim
 
-        # Rows beyond the last are padding (see `shapes`): they read token 0, and nobody reads them.
+        # From here on R and N are rounded up (see `shapes`). Nobody reads the padding: of the packed rows it is zeros, of the
+        # rows that count the first packed row again.
         features = pad_rows(batch.features)
-        length = F.pad(lengths.repeat_interleave(lengths), (0, len(features) - len(batch.features)))  # [R]
-        index, position = (F.pad(x, (0, missing(count))) for x in (rows.index, rows.position))  # [N]
+        length = pad_rows(lengths.repeat_interleave(lengths))  # [R]
+        index, position = pad_rows(rows.index), pad_rows(rows.position)  # [N]
 
         fused = self.fc(self.dropout(self.fc_input(features)))  # [R, H]
         for_embedding, for_hidden = attention.halves(fused.dtype)  # [(A + 2K)·D, H] twice
@@ -287,15 +288,14 @@ class Drafter(nn.Module):
 
         # Step 0: keys and values for every row, since later rows attend to them; queries only for rows that count.
         every = torch.arange(len(features))
-        begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        begins = pad_rows((lengths.cumsum(0) - lengths).repeat_interleave(lengths))
         keys_values = F.linear(embedded(every + 1), for_embedding[queries:])
         keys_values = keys_values + F.linear(layer.hidden_norm(fused), for_hidden[queries:])  # [R, 2K·D]
-        position_of_every = every - F.pad(begins, (0, len(every) - len(begins)))
-        _, k0, v0 = attention.split(keys_values, *self.rope.cos_sin(position_of_every, length, device))  # [R, K, D]
+        _, k0, v0 = attention.split(keys_values, *self.rope.cos_sin(every - begins, length, device))  # [R, K, D]
 
         ahead = torch.arange(steps)[:, None]  # step j reads the token j further on, at the position j further on
         tokens, token = (index + 1 + ahead).unique(return_inverse=True)
-        of_embedding = F.linear(embedded(F.pad(tokens, (0, missing(len(tokens))))), for_embedding)  # [·, (A + 2K)·D]
+        of_embedding = F.linear(embedded(pad_rows(tokens)), for_embedding)  # [tokens, (A + 2K)·D]
         token = token.to(device)  # [T, N] rows of `of_embedding`
         cos, sin = self.rope.cos_sin(position + ahead, length[index], device)  # [T, N, D]
         h = fused[index.to(device)]  # [N, H]

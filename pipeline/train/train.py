@@ -76,16 +76,17 @@ def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, fol
 
 @contextlib.contextmanager
 def full_memory_explained(config: Config) -> Iterator[None]:
-    """Turn a device's full memory into a message that names what to change. Checkpoints are whole, whenever it comes."""
+    """Turn a device's full memory into a message that names what to change."""
     try:
         yield
     except torch.OutOfMemoryError as e:
         tokens = config.train.batch_tokens
         raise PipelineError(
-            f"the device's memory is full: {str(e).splitlines()[0]}", field="train.batch_tokens", value=tokens,
+            f"the device's memory is full: {str(e).partition(' GPU ')[0]}", field="train.batch_tokens", value=tokens,
             fix=f'make train ARGS="train.batch_tokens={max(1, tokens // 2)} train.gradient_accumulation='
-                f'{2 * config.train.gradient_accumulation}"; with several GPUs train.parallel=fsdp holds a part of the '
-                "weights on each; if it was while fitting the linear drafter: drafter.init=identity") from e
+                f'{2 * config.train.gradient_accumulation}", which trains from the beginning and helps down to the longest '
+                "sample; fewer train.ttt_steps; with several GPUs train.parallel=fsdp; while fitting the linear drafter: "
+                "drafter.init=identity") from e
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:

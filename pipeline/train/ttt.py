@@ -9,17 +9,19 @@ With out_0 and the logsumexp lse_0 from flash attention over step 0, and s_t = q
 Flash attention's backward recomputes its probabilities from the logsumexp it is given. Called with the *merged* out and
 lse it returns exactly step 0's share of the gradients, as ring attention does (Liu et al. 2023, arXiv 2310.01889).
 
-Only gated rows have queries. `is_causal` with fewer queries than keys means different things in different kernels, so a
+Only rows that count have queries. `is_causal` with fewer queries than keys means different things in different kernels, so a
 run of queries is split into two calls that mean the same everywhere: full attention over the keys before the run, and a
 square causal block over the run itself.
 
 In bf16 on a CPU both directions are a few matrix products per block of queries instead: torch 2.13's kernel takes one and
-a half times to twice as long (9 heads, 3 key heads of size 64, AVX512), its backward for 100 queries three times.
+a half times to twice as long (9 heads, 3 key heads of size 64, AVX512_BF16), its backward for 100 queries three times. A
+run of a few queries goes to the kernel there too, since products read all its keys in fp32 first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +30,9 @@ from torch import Tensor
 from pipeline.train.alignment import Segment
 from pipeline.train.shapes import missing
 
-# Of a block's products: most queries, what divides their number and that of the keys, most scores of a head.
+_FEW = 16  # queries of a run that is left to the kernel
+# Of a block's products: most queries, what divides their number and that of the keys, and most scores of a head if
+# _ALIGNMENT queries have no more.
 _QUERIES, _ALIGNMENT, _SCORES = 128, 32, 128 * 2048
 
 
@@ -51,7 +55,7 @@ def ttt_attention(
         q: [N, heads, head_dim] queries of the compact rows.
         k0, v0: [R, kv_heads, head_dim] step 0's keys and values of all packed rows; kv_heads divides heads.
         own_k, own_v: j tensors [N, kv_heads, head_dim], the rows' own keys and values of steps 1 … j.
-        segments: how compact rows lie in packed rows; what no segment covers sees no key of step 0.
+        segments: how compact rows lie in packed rows; a row that none covers sees no key of step 0.
 
     Returns:
         [N, heads, head_dim]
@@ -66,14 +70,13 @@ class _TTTAttention(torch.autograd.Function):
         own_k, own_v = own[:steps], own[steps:]
         scale = q.shape[-1] ** -0.5
         out = torch.zeros_like(q)
-        lse = q.new_zeros(q.shape[:2], dtype=_lse_dtype(q))
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=_lse_dtype(q))
         ctx.runs = []
         for s in segments:
             queries, run = slice(s.start, s.stop), slice(s.first_row, s.first_row + s.stop - s.start)
             visible, calls = slice(s.first_key, run.stop), []
-            if _products_are_faster(q):
-                with torch.autocast(q.device.type, enabled=False):  # it would narrow what is wide on purpose
-                    part_out, part_lse = _forward_by_products(q[queries], k0[visible], v0[visible], scale)
+            if _by_products(q[queries]):  # no calls
+                part_out, part_lse = _forward_by_products(q[queries], k0[visible], v0[visible], scale)
             else:
                 part_out, part_lse, state = _flash_forward(q[queries], k0[run], v0[run], True, scale)
                 calls.append(_Call(run, True, state))
@@ -116,8 +119,7 @@ class _TTTAttention(torch.autograd.Function):
                                                   scale, c.state)) for c in calls]  # fmt: skip
             else:
                 share_run = None if share is None else share[queries]
-                with torch.autocast(q.device.type, enabled=False):
-                    part = _backward_by_products(grad_run, q_run, k0[visible], v0[visible], delta[queries], share_run, scale)
+                part = _backward_by_products(grad_run, q_run, k0[visible], v0[visible], delta[queries], share_run, scale)
                 parts = [(visible, part)]
             for keys, (part_q, part_k, part_v) in parts:
                 dq[queries] += part_q
@@ -207,8 +209,9 @@ def _flash_backward(
     return dq, dk, dv
 
 
-def _products_are_faster(q: Tensor) -> bool:
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16
+def _by_products(q: Tensor) -> bool:
+    """Whether a run of queries goes to products: where they were faster on a CPU with AVX512_BF16."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and len(q) > _FEW
 
 
 def _aligned(past: int, rows: int) -> tuple[int, int]:
@@ -226,8 +229,8 @@ def _blocks(past: int, rows: int) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(past + stop)
 
 
-def _probabilities(q: Tensor, k: Tensor, scale: float, groups: int, front: int) -> tuple[Tensor, Tensor]:
-    """Softmax over the keys and the greatest score of each query, in fp32 at least.
+def _scores(q: Tensor, k: Tensor, scale: float, groups: int, front: int) -> Tensor:
+    """Of each query with each key, -inf where it does not see it, in fp32 at least.
 
     q: [kv_heads, groups · rows, d], the last `rows` of the keys [kv_heads, keys, d] being the queries' own and the first
     `front` nobody's.
@@ -236,14 +239,26 @@ def _probabilities(q: Tensor, k: Tensor, scale: float, groups: int, front: int) 
     scores[..., :front] = -torch.inf
     own = scores.unflatten(1, (groups, -1))[..., -(q.shape[1] // groups) :]
     own.masked_fill_(own.new_ones(own.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
-    return scores.softmax(-1), scores.amax(-1)
+    return scores
+
+
+def _without_autocast(function: Callable) -> Callable:
+    """It would narrow what is wide on purpose."""
+
+    @functools.wraps(function)
+    def wide(q: Tensor, *args):
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args)
+
+    return wide
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b with its sums in fp32, where b is bf16 and a is or may be rounded to it. Torch's bmm for a CPU would round
     the result to bf16.
 
-    Torch multiplies fp32 matrices in bf16 where it is told to, which loses nothing of numbers that are bf16.
+    Torch multiplies fp32 matrices in bf16 where it is told to, which loses nothing of numbers that are bf16. The setting is
+    the process's: no other thread multiplies fp32 matrices while training runs (the loader's only copies).
     """
     if b.dtype != torch.bfloat16:
         return torch.bmm(a, b)
@@ -255,6 +270,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
         settings.fp32_precision = before
 
 
+@_without_autocast
 def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """out and lse of a run of queries by matrix products over blocks of them.
 
@@ -267,14 +283,16 @@ def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
     k, v = k.transpose(0, 1), v.transpose(0, 1)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
     for rows, seen in _blocks(front + past, q.shape[2]):
-        p, greatest = _probabilities(q[:, :, rows].flatten(1, 2), k[:, seen], scale, groups, front)
-        top = p.amax(-1, keepdim=True)  # exp(greatest - lse)
-        lse[:, :, rows] = (greatest - top.squeeze(-1).log()).unflatten(1, (groups, -1))
+        scores = _scores(q[:, :, rows].flatten(1, 2), k[:, seen], scale, groups, front)
+        p = scores.softmax(-1)
+        top = p.amax(-1, keepdim=True)  # exp(greatest score - lse)
+        lse[:, :, rows] = (scores.amax(-1) - top.squeeze(-1).log()).unflatten(1, (groups, -1))
         # Relative to the greatest, which then is no rounded number: it decides where attention is sharp.
         out[:, :, rows] = _wide_product(p.div_(top), v[:, seen]).mul_(top).unflatten(1, (groups, -1))
     return out.movedim(2, 0).flatten(1, 2)[:count], lse.movedim(2, 0).flatten(1, 2)[:count]
 
 
+@_without_autocast
 def _backward_by_products(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, share: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -292,7 +310,7 @@ def _backward_by_products(
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=delta.dtype), torch.zeros_like(v, dtype=delta.dtype)
     for rows, seen in _blocks(front + past, q.shape[2]):
         q_rows, grad_rows, delta_rows, share_rows = (x[:, :, rows].flatten(1, 2) for x in (q, grad, delta, share))
-        p = _probabilities(q_rows, k[:, seen], scale, groups, front)[0].mul_(share_rows)
+        p = _scores(q_rows, k[:, seen], scale, groups, front).softmax(-1).mul_(share_rows)
         ds = _wide_product(grad_rows, v[:, seen].mT).sub_(delta_rows).mul_(p).mul_(scale)
         p, ds = p.to(q.dtype), ds.to(q.dtype)
         dq[:, :, rows] = (ds @ k[:, seen]).unflatten(1, (groups, -1))
