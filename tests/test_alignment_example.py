@@ -134,8 +134,8 @@ def test_rope_positions(drafter, monkeypatch):
     b = batch()
     drafter.unroll(b, target(), STEPS, drafter.select_rows(b, STEPS))
     keys, steps = asked
-    assert keys == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert steps == [[1, 2, 5], [2, 3, 6], [3, 4, 7]]
+    assert keys[:8] == [0, 1, 2, 3, 4, 5, 6, 7]  # then padding
+    assert [positions[:3] for positions in steps] == [[1, 2, 5], [2, 3, 6], [3, 4, 7]]
 
 
 @pytest.mark.parametrize(
