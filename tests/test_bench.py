@@ -43,6 +43,16 @@ def test_lines_of_another_machine_are_not_taken_for_ones_of_here(bench):
     assert len(bench.read()) == 2  # there, where the last line is from
 
 
+def test_machines_of_one_model_name_are_told_apart(bench, monkeypatch):
+    """Two generations that a hypervisor both calls "AMD EPYC"."""
+    text = "processor\t: 0\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: AMD EPYC\nflags\t\t: avx2 avx512_bf16\n"
+    names = set()
+    for family, model in ((25, 17), (26, 2)):
+        monkeypatch.setattr(bench.Path, "read_text", lambda _, f=family, m=model: text.format(f, m))
+        names.add(bench.machine_name().split(" × ")[1])
+    assert names == {"AMD EPYC family 25 model 17 avx512_bf16", "AMD EPYC family 26 model 2 avx512_bf16"}
+
+
 def test_a_report_of_some_configurations_leaves_the_others_in_the_plot(bench, monkeypatch, capsys):
     plotted = []
     monkeypatch.setattr(bench, "plot", plotted.extend)

@@ -77,9 +77,8 @@ def run(c: dict, chunk_logits: int, logit_scale: float = 1.0, softcap: float | N
                            chunk_logits=chunk_logits)  # fmt: skip
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
-    """Relative to the largest entry, or to a tenth of the terms that cancel in a gradient (of "tv", almost wholly)."""
-    assert (found - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max().clamp(min=0.1)
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, floor: float = 1e-2) -> None:
+    assert (found - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max().clamp(min=floor)
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,7 +105,8 @@ def test_equals_dense(seed, steps, tokens, vocab, chunk_logits, dtype, finish, o
     weighted = weighted + 0 * (c["hidden"].sum() + c["lm_head"].sum())
     wanted = torch.autograd.grad(3.0 * weighted, leaves)
     for a, b in zip(torch.autograd.grad(3.0 * found.loss, leaves), wanted, strict=True):
-        assert_close(a, b, dtype)
+        # Of "tv" the terms of a gradient, about 1, can cancel almost wholly: fp32 rounds them, not the rest.
+        assert_close(a, b, dtype, 0.1 if objective.kind == "tv" else 1e-2)
 
 
 def test_a_uniform_teacher_and_a_uniform_drafter_cost_log_v():

@@ -98,7 +98,7 @@ def vocabulary_loss(
     grad = torch.is_grad_enabled() and (hidden.requires_grad or lm_head.requires_grad)
     chunk_logits = chunk_logits or CHUNK_LOGITS[hidden.device.type]
     chunk = max(1, chunk_logits // len(lm_head))
-    chunk -= chunk % ROWS if chunk > ROWS else 0
+    chunk -= chunk % ROWS if chunk > ROWS else 0  # a full one needs no padding
     args = (hidden, lm_head, head, final_hidden, answer, row_of, used, step_weights, objective, chunk, grad)
     return VocabLoss(*_VocabularyLoss.apply(*args))
 
@@ -125,8 +125,8 @@ class _VocabularyLoss(torch.autograd.Function):
             most = min(chunk, len(rows))
             logits = torch.empty(most + missing(most), len(lm_head), dtype=dtype, device=hidden.device)
             for a in range(0, len(rows), chunk):
-                part = slice(a, a + chunk)
                 stop = min(a + chunk, len(rows))
+                part = slice(a, stop)
                 x = pad_rows(flat[rows[part]])  # [n, H]; where x is 0, so are z and the gradients
                 z = torch.mm(x, weight.t(), out=logits[: len(x)])  # [n, Vd]
                 first = int(bounds[a])

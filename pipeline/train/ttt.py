@@ -74,25 +74,25 @@ class _TTTAttention(torch.autograd.Function):
         ctx.runs = []
         for s in segments:
             queries, run = slice(s.start, s.stop), slice(s.first_row, s.first_row + s.stop - s.start)
-            visible, calls = slice(s.first_key, run.stop), []
-            if _by_products(q[queries]):  # no calls
-                part_out, part_lse = _forward_by_products(q[queries], k0[visible], v0[visible], scale)
+            q_run, visible, calls = q[queries], slice(s.first_key, run.stop), []
+            if _by_products(q_run):  # no calls
+                part_out, part_lse = _forward_by_products(q_run, k0[visible], v0[visible], scale)
             else:
-                part_out, part_lse, state = _flash_forward(q[queries], k0[run], v0[run], True, scale)
+                part_out, part_lse, state = _flash_forward(q_run, k0[run], v0[run], True, scale)
                 calls.append(_Call(run, True, state))
                 if s.first_key < s.first_row:
                     past = slice(s.first_key, s.first_row)
-                    past_out, past_lse, state = _flash_forward(q[queries], k0[past], v0[past], False, scale)
+                    past_out, past_lse, state = _flash_forward(q_run, k0[past], v0[past], False, scale)
                     calls.append(_Call(past, False, state))
                     part_out, part_lse = _merge(part_out, part_lse, past_out, past_lse)
             out[queries], lse[queries] = part_out, part_lse
             ctx.runs.append((queries, visible, calls))
-        share = None
+        share = torch.ones_like(lse)  # of step 0's keys in the probability
         if steps:
             wide = q.to(lse.dtype)
             scores = torch.stack([_dot(wide, k, groups) for k in own_k]).mul_(scale)  # [j, N, heads]
             flash_lse, lse = lse, torch.logsumexp(torch.cat([lse[None], scores]), 0)
-            share = (flash_lse - lse).exp_()  # of step 0's keys in the probability
+            share = (flash_lse - lse).exp_()
             out *= share[..., None].to(out.dtype)
             for score, v in zip(scores, own_v, strict=True):
                 _grouped(out, groups).addcmul_(
@@ -118,9 +118,8 @@ class _TTTAttention(torch.autograd.Function):
                 parts = [(c.keys, _flash_backward(grad_run, q_run, k0[c.keys], v0[c.keys], out_run, lse_run, c.causal,
                                                   scale, c.state)) for c in calls]  # fmt: skip
             else:
-                share_run = None if share is None else share[queries]
-                part = _backward_by_products(grad_run, q_run, k0[visible], v0[visible], delta[queries], share_run, scale)
-                parts = [(visible, part)]
+                rest = (k0[visible], v0[visible], delta[queries], share[queries], scale)
+                parts = [(visible, _backward_by_products(grad_run, q_run, *rest))]
             for keys, (part_q, part_k, part_v) in parts:
                 dq[queries] += part_q
                 dk0[keys] += part_k
@@ -229,7 +228,7 @@ def _blocks(past: int, rows: int) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(past + stop)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, groups: int, front: int) -> Tensor:
+def _masked_scores(q: Tensor, k: Tensor, scale: float, groups: int, front: int) -> Tensor:
     """Of each query with each key, -inf where it does not see it, in fp32 at least.
 
     q: [kv_heads, groups · rows, d], the last `rows` of the keys [kv_heads, keys, d] being the queries' own and the first
@@ -283,7 +282,7 @@ def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
     k, v = k.transpose(0, 1), v.transpose(0, 1)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
     for rows, seen in _blocks(front + past, q.shape[2]):
-        scores = _scores(q[:, :, rows].flatten(1, 2), k[:, seen], scale, groups, front)
+        scores = _masked_scores(q[:, :, rows].flatten(1, 2), k[:, seen], scale, groups, front)
         p = scores.softmax(-1)
         top = p.amax(-1, keepdim=True)  # exp(greatest score - lse)
         lse[:, :, rows] = (scores.amax(-1) - top.squeeze(-1).log()).unflatten(1, (groups, -1))
@@ -294,23 +293,22 @@ def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
 
 @_without_autocast
 def _backward_by_products(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, share: Tensor | None, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, share: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a run whose forward was `_forward_by_products`; dk and dv are in lse's precision.
 
-    share: [rows, heads] of these keys in the probability, None for all of it. As in the kernels, q·k and grad·v stay in
-    lse's precision, since what is subtracted from them nearly cancels them.
+    share: [rows, heads] of these keys in the probability. As in the kernels, q·k and grad·v stay in lse's precision, since
+    what is subtracted from them nearly cancels them.
     """
     groups, past, count = q.shape[1] // k.shape[1], len(k) - len(q), len(q)
     front, behind = _aligned(past, count)
-    share = torch.ones_like(delta) if share is None else share
     q, grad, delta, share = (_padded(x, 0, behind) for x in (q, grad, delta[..., None], share[..., None]))
     q, grad, delta, share = (_grouped(x, groups).movedim(0, 2) for x in (q, grad, delta, share))
     k, v = (_padded(x, front, behind).transpose(0, 1).contiguous() for x in (k, v))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=delta.dtype), torch.zeros_like(v, dtype=delta.dtype)
     for rows, seen in _blocks(front + past, q.shape[2]):
         q_rows, grad_rows, delta_rows, share_rows = (x[:, :, rows].flatten(1, 2) for x in (q, grad, delta, share))
-        p = _scores(q_rows, k[:, seen], scale, groups, front).softmax(-1).mul_(share_rows)
+        p = _masked_scores(q_rows, k[:, seen], scale, groups, front).softmax(-1).mul_(share_rows)
         ds = _wide_product(grad_rows, v[:, seen].mT).sub_(delta_rows).mul_(p).mul_(scale)
         p, ds = p.to(q.dtype), ds.to(q.dtype)
         dq[:, :, rows] = (ds @ k[:, seen]).unflatten(1, (groups, -1))
