@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.train import ttt
 from pipeline.train.alignment import select_rows
+from pipeline.train.products import fast_fp32, fp32_is_fast
 from pipeline.train.ttt import ttt_attention
 
 # bf16 has 8 bits: the inputs are the same in both, the dense form works on them in fp64.
@@ -102,13 +102,18 @@ def test_products_equal_dense(dtype, case, alignment, queries, scores):
         check(case, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "scores"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("products", "scores"), [(False, None), (True, None), (True, 1)])
 @pytest.mark.parametrize("own_steps", [0, 6])
-def test_large_enough_to_cross_blocks(own_steps, dtype, scores):
-    """The kernel, products of `_QUERIES` queries, products of `_ALIGNMENT`."""
+def test_large_enough_to_cross_blocks(own_steps, products, scores, dtype):
+    """The kernel, which a GPU has in bf16 too, products of `_QUERIES` queries, products of `_ALIGNMENT`."""
     mask = [i >= 31 and i % 197 != 0 for i in range(400)] + [True] * 90
     case = dict(heads=6, kv_heads=2, head_dim=64, lengths=[400, 90], mask=mask, own_steps=own_steps, seed=0)
-    with patch.object(ttt, "_SCORES", scores or ttt._SCORES):
+    with (
+        patch.object(ttt, "_SCORES", scores or ttt._SCORES),
+        patch.object(ttt, "_by_products", lambda _: products),
+        fast_fp32(),
+    ):
         check(case, dtype)
 
 
@@ -125,28 +130,16 @@ def test_a_row_of_no_segment_sees_its_own_keys_only(dtype):
     assert all(x.grad.isfinite().all() for x in (q, k, v, own_k, own_v)) and not own_v.grad[30].any()
 
 
-def test_bf16_by_the_kernel():
-    """What a GPU does in bf16, here by the CPU's kernel."""
-    case = dict(heads=6, kv_heads=2, head_dim=64, lengths=[400], mask=[True] * 400, own_steps=2, seed=0)
-    with patch.object(ttt, "_by_products", lambda _: False):
-        check(case, torch.bfloat16)
+def test_what_goes_to_products():
+    """Runs of more than a few queries, in a precision in which they are fast."""
 
+    def chosen(dtype: torch.dtype) -> list[bool]:
+        return [ttt._by_products(torch.empty(queries, 1, 1, dtype=dtype)) for queries in (ttt._FEW, ttt._FEW + 1)]
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_setting_for_wide_products_is_torchs_own_again(fails):
-    """It is the process's: fp32 products of others must not be made in bf16."""
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    a, b = torch.ones(1, 2, 64).bfloat16(), torch.ones(1, 63 if fails else 64, 2).bfloat16()
-    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
-        assert ttt._wide_product(a, b).dtype == torch.float32
-    assert torch.backends.mkldnn.matmul.fp32_precision == before != "bf16"
-
-
-@pytest.mark.parametrize("d", [64, 128])
-def test_wide_products_lose_nothing(d):
-    a, b = (torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((70, d), (d, 90)))
-    exact = a.double() @ b.double()
-    assert (ttt._wide_product(a, b).double() - exact).abs().max() <= 1e-6 * exact.abs().max()
+    assert [chosen(d) for d in (torch.float64, torch.float32, torch.bfloat16)] == [[False] * 2, [False] * 2, [False, True]]
+    with fast_fp32():
+        assert chosen(torch.float32) == [False, fp32_is_fast()]
+        assert chosen(torch.float64) == [False] * 2
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -43,6 +43,7 @@ from pipeline.train.metrics import NAMES, TAU, TAU_STEPS, ratios, stack
 from pipeline.train.optimizer import make_optimizer
 from pipeline.train.parallel import gathered, global_norm, gradients_added_up, share
 from pipeline.train.position import Position
+from pipeline.train.products import fast_fp32
 from pipeline.train.ranks import announce, errors_said_once, make_accelerator, sigterm_noticed
 from pipeline.train.regression import regression_samples, start_from_regression
 from pipeline.train.schedule import configured_rate
@@ -68,7 +69,7 @@ def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, fol
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    with sigterm_noticed() as stop_asked, errors_said_once(stop_asked), full_memory_explained(config):
+    with sigterm_noticed() as stop_asked, errors_said_once(stop_asked), full_memory_explained(config), fast_fp32():
         trainer = Trainer(config, target, manifest, run_dir, folder, resolve_device(config.device))
         trainer.run(stop_asked)
     return trainer.result() if trainer.accelerator.is_main_process else None

@@ -13,13 +13,15 @@ Only rows that count have queries. `is_causal` with fewer queries than keys mean
 run of queries is split into two calls that mean the same everywhere: full attention over the keys before the run, and a
 square causal block over the run itself.
 
-In bf16 on a CPU both directions are a few matrix products per block of queries instead: torch 2.13's kernel takes one and
-a half times to twice as long (9 heads, 3 key heads of size 64, AVX512_BF16), its backward for 100 queries three times. A
-run of a few queries goes to the kernel there too, since products read all its keys in fp32 first.
+On a CPU both directions are a few matrix products per block of queries instead, in bf16 and where oneDNN multiplies fp32
+matrices (see `products`): torch 2.13's kernel takes one and a half times to twice as long (9 heads, 3 key heads of size 64,
+Zen 5), in bf16 its backward for 100 queries three times. A run of a few queries goes to the kernel there too, since
+products read all its keys in fp32 first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from pipeline.train.alignment import Segment
+from pipeline.train.products import fp32_is_fast, wide_product
 from pipeline.train.shapes import missing
 
 _FEW = 16  # queries of a run that is left to the kernel
@@ -63,8 +66,22 @@ def ttt_attention(
     return _TTTAttention.apply(q, k0, v0, tuple(segments), *own_k, *own_v)
 
 
+def _without_autocast(function: Callable) -> Callable:
+    """It would narrow what is wide on purpose."""
+
+    @functools.wraps(function)
+    def wide(ctx, x: Tensor, *args):
+        device = x.device.type
+        known = torch.amp.is_autocast_available(device)  # the meta device has none
+        with torch.autocast(device, enabled=False) if known else contextlib.nullcontext():
+            return function(ctx, x, *args)
+
+    return wide
+
+
 class _TTTAttention(torch.autograd.Function):
     @staticmethod
+    @_without_autocast
     def forward(ctx, q, k0, v0, segments, *own):
         steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
         own_k, own_v = own[:steps], own[steps:]
@@ -89,28 +106,26 @@ class _TTTAttention(torch.autograd.Function):
             ctx.runs.append((queries, visible, calls))
         share = torch.ones_like(lse)  # of step 0's keys in the probability
         if steps:
-            wide = q.to(lse.dtype)
-            scores = torch.stack([_dot(wide, k, groups) for k in own_k]).mul_(scale)  # [j, N, heads]
-            flash_lse, lse = lse, torch.logsumexp(torch.cat([lse[None], scores]), 0)
+            k, v = _stacked(own_k), _stacked(own_v)  # [N · kv_heads, j, d]
+            scores = _own_scores(_by_key_head(q, groups), k, lse.dtype).mul_(scale).view(*lse.shape, steps)
+            flash_lse = lse
+            lse = torch.logsumexp(torch.cat([lse[..., None], scores], -1), -1)
             share = (flash_lse - lse).exp_()
-            out *= share[..., None].to(out.dtype)
-            for score, v in zip(scores, own_v, strict=True):
-                _grouped(out, groups).addcmul_(
-                    _grouped((score - lse).exp_()[..., None].to(out.dtype), groups), v[:, :, None]
-                )
+            p = _by_key_head(scores.sub_(lse[..., None]).exp_(), groups)
+            own_out = wide_product(p, v).view(q.shape)
+            out = own_out.addcmul_(out.to(lse.dtype), share[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k0, v0, out, lse, share, *own)
         return out
 
     @staticmethod
+    @_without_autocast
     def backward(ctx, grad):
         q, k0, v0, out, lse, share, *own = ctx.saved_tensors
         steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
-        own_k, own_v = own[:steps], own[steps:]
         scale = q.shape[-1] ** -0.5
         grad = grad.contiguous()
         dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
-        wide_q, wide_grad = q.to(lse.dtype), grad.to(lse.dtype)
-        delta = (wide_grad * out.to(lse.dtype)).sum(-1)  # [N, heads]: Σ_t p_t dp_t over all keys
+        delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [N, heads]: Σ_t p_t dp_t over all keys
         for queries, visible, calls in ctx.runs:
             grad_run, q_run = grad[queries], q[queries]
             if calls:
@@ -124,14 +139,16 @@ class _TTTAttention(torch.autograd.Function):
                 dq[queries] += part_q
                 dk0[keys] += part_k
                 dv0[keys] += part_v
-        dks, dvs = [], []
-        for k, v in zip(own_k, own_v, strict=True):
-            p = (_dot(wide_q, k, groups).mul_(scale) - lse).exp_()  # [N, heads]
-            ds = (p * (_dot(wide_grad, v, groups) - delta)).mul_(scale)[..., None].to(q.dtype)
-            p = p[..., None].to(q.dtype)
-            _grouped(dq, groups).addcmul_(_grouped(ds, groups), k[:, :, None])
-            dks.append(_grouped(ds * q, groups).sum(2))
-            dvs.append(_grouped(p * grad, groups).sum(2))
+        if not steps:
+            return dq, dk0, dv0, None
+        k, v = _stacked(own[:steps]), _stacked(own[steps:])
+        q_rows, grad_rows, lse, delta = (_by_key_head(x, groups) for x in (q, grad, lse[..., None], delta[..., None]))
+        p = _own_scores(q_rows, k, lse.dtype).mul_(scale).sub_(lse).exp_()  # [N · kv_heads, groups, j]
+        ds = _own_scores(grad_rows, v, lse.dtype).sub_(delta).mul_(p).mul_(scale)
+        dq += wide_product(ds, k).view(q.shape)
+        shape = (*own[0].shape[:2], steps, q.shape[-1])
+        dks = wide_product(ds.mT, q_rows).to(q.dtype).view(shape).unbind(2)
+        dvs = wide_product(p.mT, grad_rows).to(q.dtype).view(shape).unbind(2)
         return dq, dk0, dv0, None, *dks, *dvs
 
 
@@ -147,9 +164,19 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (-1, groups))
 
 
-def _dot(x: Tensor, kv: Tensor, groups: int) -> Tensor:
-    """Row-wise x · kv in x's precision, which is the logsumexp's: [N, heads, d] with [N, kv_heads, d] → [N, heads]."""
-    return (_grouped(x, groups) * kv.to(x.dtype)[:, :, None]).sum(-1).flatten(1)
+def _by_key_head(x: Tensor, groups: int) -> Tensor:
+    """[N, heads, ·] → [N · kv_heads, groups, ·]: what reads the same key head of a row, one below the other."""
+    return _grouped(x, groups).flatten(0, 1)
+
+
+def _stacked(own: Sequence[Tensor]) -> Tensor:
+    """j × [N, kv_heads, d] → [N · kv_heads, j, d]"""
+    return torch.stack(tuple(own), 2).flatten(0, 1)
+
+
+def _own_scores(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N · kv_heads, groups, d] and [N · kv_heads, j, d] → [N · kv_heads, groups, j]; MKL is faster at these than oneDNN."""
+    return torch.bmm(q.to(dtype), k.to(dtype).mT)
 
 
 def _lse_dtype(x: Tensor) -> torch.dtype:
@@ -209,8 +236,9 @@ def _flash_backward(
 
 
 def _by_products(q: Tensor) -> bool:
-    """Whether a run of queries goes to products: where they were faster on a CPU with AVX512_BF16."""
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and len(q) > _FEW
+    """Whether a run of queries goes to products: where they were faster on CPUs with AVX-512 (bf16: AVX512_BF16)."""
+    fast = q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and fp32_is_fast())
+    return fast and q.device.type == "cpu" and len(q) > _FEW
 
 
 def _aligned(past: int, rows: int) -> tuple[int, int]:
@@ -234,42 +262,13 @@ def _masked_scores(q: Tensor, k: Tensor, scale: float, groups: int, front: int) 
     q: [kv_heads, groups · rows, d], the last `rows` of the keys [kv_heads, keys, d] being the queries' own and the first
     `front` nobody's.
     """
-    scores = _wide_product(q, k.mT).mul_(scale)
+    scores = wide_product(q, k.mT, scale)
     scores[..., :front] = -torch.inf
     own = scores.unflatten(1, (groups, -1))[..., -(q.shape[1] // groups) :]
-    own.masked_fill_(own.new_ones(own.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
+    own += own.new_full(own.shape[-2:], -torch.inf).triu_(1)  # several times as fast as masked_fill_ on a CPU
     return scores
 
 
-def _without_autocast(function: Callable) -> Callable:
-    """It would narrow what is wide on purpose."""
-
-    @functools.wraps(function)
-    def wide(q: Tensor, *args):
-        with torch.autocast(q.device.type, enabled=False):
-            return function(q, *args)
-
-    return wide
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with its sums in fp32, where b is bf16 and a is or may be rounded to it. Torch's bmm for a CPU would round
-    the result to bf16.
-
-    Torch multiplies fp32 matrices in bf16 where it is told to, which loses nothing of numbers that are bf16. The setting is
-    the process's: no other thread multiplies fp32 matrices while training runs (the loader's only copies).
-    """
-    if b.dtype != torch.bfloat16:
-        return torch.bmm(a, b)
-    settings = torch.backends.mkldnn.matmul
-    before, settings.fp32_precision = settings.fp32_precision, "bf16"
-    try:
-        return torch.bmm(a.float(), b.float())
-    finally:
-        settings.fp32_precision = before
-
-
-@_without_autocast
 def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """out and lse of a run of queries by matrix products over blocks of them.
 
@@ -287,11 +286,10 @@ def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
         top = p.amax(-1, keepdim=True)  # exp(greatest score - lse)
         lse[:, :, rows] = (scores.amax(-1) - top.squeeze(-1).log()).unflatten(1, (groups, -1))
         # Relative to the greatest, which then is no rounded number: it decides where attention is sharp.
-        out[:, :, rows] = _wide_product(p.div_(top), v[:, seen]).mul_(top).unflatten(1, (groups, -1))
+        out[:, :, rows] = wide_product(p.div_(top), v[:, seen]).mul_(top).unflatten(1, (groups, -1))
     return out.movedim(2, 0).flatten(1, 2)[:count], lse.movedim(2, 0).flatten(1, 2)[:count]
 
 
-@_without_autocast
 def _backward_by_products(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, share: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -309,7 +307,7 @@ def _backward_by_products(
     for rows, seen in _blocks(front + past, q.shape[2]):
         q_rows, grad_rows, delta_rows, share_rows = (x[:, :, rows].flatten(1, 2) for x in (q, grad, delta, share))
         p = _masked_scores(q_rows, k[:, seen], scale, groups, front).softmax(-1).mul_(share_rows)
-        ds = _wide_product(grad_rows, v[:, seen].mT).sub_(delta_rows).mul_(p).mul_(scale)
+        ds = wide_product(grad_rows, v[:, seen].mT).sub_(delta_rows).mul_(p).mul_(scale)
         p, ds = p.to(q.dtype), ds.to(q.dtype)
         dq[:, :, rows] = (ds @ k[:, seen]).unflatten(1, (groups, -1))
         dk[:, seen] += ds.mT @ q_rows
