@@ -20,8 +20,9 @@ from torch.autograd.function import once_differentiable
 from pipeline.target import OutputHead
 from pipeline.train.shapes import ROWS, missing, pad_rows
 
-# Logits of one matmul: enough rows that adding to the head's gradient (a pass over [Vd, H]) costs little beside it.
-CHUNK_LOGITS = {"cpu": 24_000_000, "cuda": 120_000_000}
+# Bytes of the logits of one matmul: enough rows that adding to the head's gradient (a pass over [Vd, H]) costs little
+# beside it.
+CHUNK_BYTES = {"cpu": 48_000_000, "cuda": 240_000_000}
 # Logits that softmax and the objective work on at a time: in fp32 they and their temporaries stay in a CPU's cache.
 BLOCK_LOGITS = {"cpu": 400_000, "cuda": 40_000_000}
 # Rows of the head whose bf16 gradient is added to the fp32 sum at a time; a temporary of the whole costs page faults.
@@ -96,7 +97,7 @@ def vocabulary_loss(
         chunk_logits: bound on rows × vocabulary of one chunk, by default what suits the device.
     """
     grad = torch.is_grad_enabled() and (hidden.requires_grad or lm_head.requires_grad)
-    chunk_logits = chunk_logits or CHUNK_LOGITS[hidden.device.type]
+    chunk_logits = chunk_logits or CHUNK_BYTES[hidden.device.type] // hidden.element_size()
     chunk = max(1, chunk_logits // len(lm_head))
     chunk -= chunk % ROWS if chunk > ROWS else 0  # a full one needs no padding
     args = (hidden, lm_head, head, final_hidden, answer, row_of, used, step_weights, objective, chunk, grad)

@@ -34,9 +34,9 @@ from pipeline.train.products import fp32_is_fast, wide_product
 from pipeline.train.shapes import missing
 
 _FEW = 16  # queries of a run that is left to the kernel
-# Of a block's products: most queries, what divides their number and that of the keys, and most scores of a head if
-# _ALIGNMENT queries have no more.
-_QUERIES, _ALIGNMENT, _SCORES = 128, 32, 128 * 2048
+# Of a block's products: what divides the numbers of queries and of keys, and most scores of a head if _ALIGNMENT queries
+# have no more.
+_ALIGNMENT, _SCORES = 32, 128 * 2048
 
 
 class _Call(NamedTuple):
@@ -249,8 +249,7 @@ def _aligned(past: int, rows: int) -> tuple[int, int]:
 
 def _blocks(past: int, rows: int) -> Iterator[tuple[slice, slice]]:
     """Blocks of a run of queries, and the keys that each sees some of: `past` ones before the run and its own."""
-    few = _SCORES // (past + rows) // _ALIGNMENT * _ALIGNMENT
-    size = max(_ALIGNMENT, min(_QUERIES, few))
+    size = max(_ALIGNMENT, _SCORES // (past + rows) // _ALIGNMENT * _ALIGNMENT)
     for start in range(0, rows, size):
         stop = min(start + size, rows)
         yield slice(start, stop), slice(past + stop)
