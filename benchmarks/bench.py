@@ -98,22 +98,26 @@ def machine_name() -> str:
 
 
 def matmul_rates(threads: int) -> dict:
-    """The highest rate of torch's own matmul over the shapes of the work and a large square, in GFLOP/s."""
+    """The highest rate of torch's own matmul over the shapes of the work and a large square, in GFLOP/s; for fp32 by
+    whichever of the libraries that training chooses from is faster."""
     code = (
-        "import json, time, torch\n"
+        "import contextlib, json, time, torch\n"
+        "from pipeline.train.products import fast_fp32\n"
         f"torch.set_num_threads({threads})\n"
         "found = {}\n"
-        "for name, dtype in (('fp32', torch.float32), ('bf16', torch.bfloat16)):\n"
+        "for name, dtype, library in (('fp32', torch.float32, contextlib.nullcontext), ('fp32', torch.float32, fast_fp32),\n"
+        "                             ('bf16', torch.bfloat16, contextlib.nullcontext)):\n"
         "    for m, k, n in ((2048, 2048, 2048), (1024, 576, 8192), (1024, 1152, 576), (1024, 576, 1536)):\n"
         "        a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)\n"
         "        best, end = 1e9, time.perf_counter() + 1.0\n"
-        "        while time.perf_counter() < end:\n"
-        "            start = time.perf_counter(); a @ b.t(); best = min(best, time.perf_counter() - start)\n"
+        "        with library():\n"
+        "            while time.perf_counter() < end:\n"
+        "                start = time.perf_counter(); a @ b.t(); best = min(best, time.perf_counter() - start)\n"
         "        found[name] = max(found.get(name, 0.0), 2 * m * k * n / best / 1e9)\n"
         "print(json.dumps({k: round(v, 1) for k, v in found.items()}))\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], env=environment(False, threads), capture_output=True, text=True,
-                         check=True)  # fmt: skip
+    run = subprocess.run([sys.executable, "-c", code], env=environment(False, threads), cwd=ROOT, capture_output=True,
+                         text=True, check=True)  # fmt: skip
     return {"kind": "rates", "gflops": json.loads(run.stdout), "threads": threads, **machine()}
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.train import products
 from pipeline.train.loss import _add_product
-from pipeline.train.products import fast_fp32, fp32_is_fast, wide_product
+from pipeline.train.products import fast_fp32, fp32_by_onednn, wide_product
 
 
 def setting() -> str:
@@ -57,18 +56,22 @@ def test_a_gradient_is_written_over_what_was_there_or_added_to_it(first):
     assert error(total, exact) <= 3e-6
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_setting_is_torchs_own_again(fails):
-    """It is the process's."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_setting_is_torchs_own_again(monkeypatch, kept):
     before = setting()
-    with pytest.raises(ValueError) if fails else contextlib.nullcontext(), fast_fp32():
-        assert fp32_is_fast() == products._onednn_keeps_fp32()
-        if fails:
-            raise ValueError
-    assert setting() == before != "bf16" and not fp32_is_fast()
-    a, b = torch.ones(1, 2, 64).bfloat16(), torch.ones(1, 63 if fails else 64, 2).bfloat16()
-    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
-        assert wide_product(a, b).dtype == torch.float32
+    assert before != "bf16"
+    monkeypatch.setattr(products, "_onednn_keeps_fp32", lambda: kept)
+    a, b = matrices((2, 8, 64), (2, 64, 8), dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="size"), fast_fp32():
+        with fast_fp32():
+            assert fp32_by_onednn() == kept
+        wide_product(a, b)
+        assert fp32_by_onednn() == kept
+        wide_product(a, b[:, 1:])  # fails
+    assert setting() == before
+    wide_product(a, b)
+    with pytest.raises(RuntimeError, match="size"):
+        wide_product(a, b[:, 1:])
     assert setting() == before
 
 
@@ -81,20 +84,30 @@ def test_wide_products_of_bf16_lose_nothing(d):
     assert wide_product(a.double(), b.double()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("rounded", [0, 1])
-def test_a_cpu_that_rounds_is_not_trusted(tried_anew, monkeypatch, rounded):
-    """As one with AMX does, be it in one of the products tried only."""
-    exact, tried = torch.Tensor.__matmul__, []
+class Rounding(TorchDispatchMode):
+    """Product number `at` is one of a factor rounded to bf16, as AMX may make it."""
 
-    def rounding(a, b):
-        tried.append(setting())
-        return exact(a.bfloat16().float(), b) if len(tried) == rounded + 1 else exact(a, b)
+    def __init__(self, at: int, factor: int):
+        super().__init__()
+        self.at, self.factor, self.seen = at, factor, 0
 
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ == "mm":
+            assert setting() == "bf16"
+            self.seen += 1
+            if self.seen == self.at:
+                args = [x.bfloat16().float() if i == self.factor else x for i, x in enumerate(args)]
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("product", "factor"), [(1, 0), (2, 1), (3, 0), (4, 1)])
+def test_a_cpu_that_rounds_is_not_trusted(tried_anew, monkeypatch, product, factor):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
+    with Rounding(product, factor) as mode:
+        assert not products._onednn_keeps_fp32()
+    assert mode.seen == 4
     with fast_fp32():
-        assert not fp32_is_fast()
-    assert tried == ["bf16"] * (rounded + 1)
+        assert not fp32_by_onednn()
 
 
 @pytest.mark.parametrize("lacking", ["AVX-512", "oneDNN"])
@@ -103,11 +116,15 @@ def test_without_its_code_torch_goes_on_as_ever(tried_anew, monkeypatch, lacking
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if lacking == "oneDNN" else "AVX2")
     with fast_fp32():
-        assert not fp32_is_fast()
+        assert not fp32_by_onednn()
 
 
-def test_trying_is_not_fooled_by_autocast(tried_anew):
+def test_trying_is_not_fooled_by_what_torch_is_told(tried_anew):
     wanted = products._onednn_keeps_fp32()
     products._onednn_keeps_fp32.cache_clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert products._onednn_keeps_fp32() == wanted
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            assert products._onednn_keeps_fp32() == wanted
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -12,11 +12,12 @@ import torch
 from test_drafter import HIDDEN, frozen, make_drafter, make_samples, pack
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.train import products
 from pipeline.train.shapes import ROWS, missing, pad_rows
 
 
 class Products(TorchDispatchMode):
-    """Notes the shapes of the products that oneDNN makes in bf16, also of fp32 matrices (`products.wide_product`)."""
+    """Notes the shapes of the products that oneDNN makes: of bf16 matrices, and of fp32 ones where it may (`products`)."""
 
     def __init__(self):
         super().__init__()
@@ -29,22 +30,24 @@ class Products(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def test_the_sizes_of_bf16_products_are_those_of_the_drafter_or_multiples():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_sizes_of_products_are_those_of_the_drafter_or_multiples(dtype, monkeypatch):
     """Nothing about a batch that differs from the next one's may be a shape of its own."""
+    monkeypatch.setattr(products, "_onednn_keeps_fp32", lambda: dtype == torch.float32)
     drafter = make_drafter(num_attention_heads=6, num_key_value_heads=2, head_dim=14)
-    of_the_drafter = {3 * HIDDEN, HIDDEN, 20, 30, 14, 2 * 2 * 14, 6 * 14, 10 * 14, 2, 3, 1}  # 1 and 2 own keys
+    of_the_drafter = {3 * HIDDEN, HIDDEN, 20, 30, 14, 2 * 2 * 14, 6 * 14, 10 * 14, 2}
     generator = torch.Generator().manual_seed(0)
     shapes = set()
     for _ in range(12):
         lengths = torch.randint(25, 60, (3,), generator=generator).tolist()
         masks = [(torch.arange(n) > torch.randint(0, 6, (), generator=generator)).tolist() for n in lengths]
         batch = pack(make_samples(lengths, masks, 3))
-        with Products() as seen, torch.autocast("cpu", torch.bfloat16):
+        with Products() as seen, products.fast_fp32(), torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
             drafter(batch, frozen(drafter), torch.ones(3)).loss.backward()
         shapes |= seen.shapes
     sizes = {size for _, *matrices in shapes for matrix in matrices for size in matrix}
     assert {n for n in sizes - of_the_drafter if n % ROWS} == set()
-    assert {dtype for dtype, *_ in shapes} == {torch.bfloat16, torch.float32}
+    assert {found for found, *_ in shapes} == {dtype, torch.float32}
 
 
 def test_padding():

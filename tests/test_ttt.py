@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from pipeline.train import ttt
 from pipeline.train.alignment import select_rows
-from pipeline.train.products import fast_fp32, fp32_is_fast
 from pipeline.train.ttt import ttt_attention
 
 # bf16 has 8 bits: the inputs are the same in both, the dense form works on them in fp64.
@@ -92,28 +91,24 @@ def test_equals_dense_fp32(case):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(max_examples=80, deadline=None)
-@given(case=cases(), alignment=st.integers(1, 5), scores=st.sampled_from([1, 60, 120, 10_000]))
-def test_products_equal_dense(dtype, case, alignment, scores):
-    """They are taken in bf16, but they are the same for every precision."""
+@given(case=cases(), alignment=st.integers(1, 5), queries=st.integers(1, 4), scores=st.sampled_from([1, 60, 10_000]))
+def test_products_equal_dense(dtype, case, alignment, queries, scores):
+    """They are the same for every precision, whether or not they are taken in it here."""
     with (
         patch.object(ttt, "_by_products", lambda _: True),
-        patch.multiple(ttt, _ALIGNMENT=alignment, _SCORES=scores),
+        patch.multiple(ttt, _ALIGNMENT=alignment, _QUERIES=alignment * queries, _SCORES=scores),
     ):
         check(case, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("products", "scores"), [(False, None), (True, None), (True, 1)])
+@pytest.mark.parametrize(("fast_fp32", "scores"), [(False, None), (True, None), (True, 1)])
 @pytest.mark.parametrize("own_steps", [0, 6])
-def test_large_enough_to_cross_blocks(own_steps, products, scores, dtype):
-    """The kernel, which a GPU has in bf16 too, products of many queries, products of `_ALIGNMENT`."""
+def test_large_enough_to_cross_blocks(own_steps, fast_fp32, scores, dtype):
+    """The kernel, products of `_QUERIES` queries, products of `_ALIGNMENT`."""
     mask = [i >= 31 and i % 197 != 0 for i in range(400)] + [True] * 90
     case = dict(heads=6, kv_heads=2, head_dim=64, lengths=[400, 90], mask=mask, own_steps=own_steps, seed=0)
-    with (
-        patch.object(ttt, "_SCORES", scores or ttt._SCORES),
-        patch.object(ttt, "_by_products", lambda _: products),
-        fast_fp32(),
-    ):
+    with patch.object(ttt, "_SCORES", scores or ttt._SCORES), patch.object(ttt, "fp32_by_onednn", lambda: fast_fp32):
         check(case, dtype)
 
 
@@ -130,16 +125,21 @@ def test_a_row_of_no_segment_sees_its_own_keys_only(dtype):
     assert all(x.grad.isfinite().all() for x in (q, k, v, own_k, own_v)) and not own_v.grad[30].any()
 
 
-def test_what_goes_to_products():
+def test_bf16_by_the_kernel():
+    """What a GPU does in bf16, here by the CPU's kernel."""
+    case = dict(heads=6, kv_heads=2, head_dim=64, lengths=[400], mask=[True] * 400, own_steps=2, seed=0)
+    with patch.object(ttt, "_by_products", lambda _: False):
+        check(case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("fast_fp32", [False, True])
+def test_what_goes_to_products(fast_fp32):
     """Runs of more than a few queries, in a precision in which they are fast."""
-
-    def chosen(dtype: torch.dtype) -> list[bool]:
-        return [ttt._by_products(torch.empty(queries, 1, 1, dtype=dtype)) for queries in (ttt._FEW, ttt._FEW + 1)]
-
-    assert [chosen(d) for d in (torch.float64, torch.float32, torch.bfloat16)] == [[False] * 2, [False] * 2, [False, True]]
-    with fast_fp32():
-        assert chosen(torch.float32) == [False, fp32_is_fast()]
-        assert chosen(torch.float64) == [False] * 2
+    expected = {torch.float64: False, torch.float32: fast_fp32, torch.bfloat16: True}
+    with patch.object(ttt, "fp32_by_onednn", lambda: fast_fp32):
+        for dtype, many in expected.items():
+            assert ttt._by_products(torch.empty(ttt._FEW + 1, 1, 1, dtype=dtype)) == many
+            assert not ttt._by_products(torch.empty(ttt._FEW, 1, 1, dtype=dtype))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -150,7 +150,7 @@ def test_bf16_by_products_is_as_near_as_the_kernels_own(autocast):
     q, k, v, grad = (torch.randn(300, heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
     q = q * 6
     rows = select_rows(torch.ones(302).bool(), torch.tensor([302]), torch.zeros(302).long(), 1)
-    assert len(rows.index) == 300
+    assert len(rows.index) == 300  # three blocks of products
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
@@ -158,8 +158,7 @@ def test_bf16_by_products_is_as_near_as_the_kernels_own(autocast):
         return [x.double() for x in (out, *torch.autograd.grad(out, leaves, grad.to(dtype)))]
 
     exact = results(torch.float64)
-    # Three blocks of products.
-    with patch.object(ttt, "_SCORES", 100 * 300), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         ours = results(torch.bfloat16)
     with patch.object(ttt, "_by_products", lambda _: False):
         kernels = results(torch.bfloat16)

@@ -1,10 +1,11 @@
-"""Products of fp32 matrices on a CPU, by oneDNN where that is faster.
+"""Products of fp32 matrices on a CPU, by oneDNN instead of MKL.
 
-Torch multiplies fp32 matrices with MKL, which on CPUs of other makers runs AVX2 code; oneDNN's is AVX-512, twice as fast
-on Zen 5 (two threads: 500 against 225 GFLOP/s). Torch hands it such products only with the permission to round their
-factors to bf16 (`torch.backends.mkldnn.matmul.fp32_precision`, a setting of the process), which oneDNN makes use of where
-AMX is there. So the permission is given for factors that are bf16 numbers already, and for all where a trial shows that
-nothing is rounded.
+On CPUs of other makers MKL runs AVX2 code; oneDNN's is AVX-512, twice as fast on Zen 5 (two threads: 500 against 225
+GFLOP/s). On Intel's both have AVX-512, and nothing was measured there. Torch hands fp32 products to oneDNN only with the
+permission to round factors to bf16 (`torch.backends.mkldnn.matmul.fp32_precision`), which oneDNN makes use of where AMX is
+there. So the permission is given for products whose factors may be rounded, and for all where a trial shows that none is.
+
+The permission is the process's. While training runs no other thread multiplies matrices (the loader's only copies).
 """
 
 from __future__ import annotations
@@ -20,23 +21,30 @@ _SETTINGS = torch.backends.mkldnn.matmul
 
 
 @contextlib.contextmanager
-def _rounding_allowed() -> Iterator[None]:
-    before, _SETTINGS.fp32_precision = _SETTINGS.fp32_precision, "bf16"
+def _rounding_allowed(allowed: bool) -> Iterator[None]:
+    """Give the permission, or leave it as it is."""
+    before = _SETTINGS.fp32_precision
+    if allowed:
+        _SETTINGS.fp32_precision = "bf16"
     try:
         yield
     finally:
-        _SETTINGS.fp32_precision = before
+        if allowed:
+            _SETTINGS.fp32_precision = before
 
 
 @contextlib.contextmanager
 def fast_fp32() -> Iterator[None]:
-    """Let oneDNN multiply fp32 matrices if it has AVX-512 code for them that computes in fp32."""
-    with _rounding_allowed() if _onednn_keeps_fp32() else contextlib.nullcontext():
+    """Let oneDNN multiply fp32 matrices if it has AVX-512 code that keeps them.
+
+    Meanwhile `torch.get_float32_matmul_precision`, which knows one setting for all devices, refuses to answer.
+    """
+    with _rounding_allowed(_onednn_keeps_fp32()):
         yield
 
 
-def fp32_is_fast() -> bool:
-    """Whether oneDNN multiplies fp32 matrices at the moment."""
+def fp32_by_onednn() -> bool:
+    """Whether torch hands products of fp32 matrices on a CPU to oneDNN at the moment."""
     return _SETTINGS.fp32_precision == "bf16"
 
 
@@ -44,16 +52,21 @@ def fp32_is_fast() -> bool:
 def _onednn_keeps_fp32() -> bool:
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
+    fp32 = {"dtype": torch.float32, "device": "cpu"}
     number = 1 + 2**-15  # 1 in bf16; sums of up to 512 of it are exact in fp32
-    with _rounding_allowed(), torch.autocast("cpu", enabled=False):
-        # Several, since oneDNN chooses its code by the shape.
-        products = (torch.full((m, k), number) @ torch.ones(k, n) / k for m, k, n in ((32, 64, 64), (512, 512, 1024)))
-        return all(bool((product == number).all()) for product in products)
+    # Several, since oneDNN chooses its code by the shape.
+    shapes = ((32, 64, 64), (512, 512, 1024))
+    with _rounding_allowed(True), torch.autocast("cpu", enabled=False):
+        products = [torch.full((m, k), a, **fp32) @ torch.full((k, n), b, **fp32) / k
+                    for m, k, n in shapes for a, b in ((number, 1), (1, number))]  # fmt: skip
+    return all(bool((product == number).all()) for product in products)
 
 
 def wide_product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """scale · a @ b of batches of matrices, in fp32 at least, where b is bf16 and a is or may be rounded to it. Torch's
-    product of bf16 matrices would be rounded to bf16."""
-    with _rounding_allowed() if b.dtype == torch.bfloat16 else contextlib.nullcontext():
+    """scale · a @ b, [n, i, k] and [n, k, j] → [n, i, j] in fp32, or fp64 if a is. Torch's product of bf16 matrices is bf16.
+
+    Where b is bf16, a may be rounded to bf16.
+    """
+    with _rounding_allowed(b.dtype == torch.bfloat16 and b.device.type == "cpu"):
         a, b = (x if x.dtype == torch.float64 else x.float() for x in (a, b))
         return torch.baddbmm(a.new_zeros(()), a, b, beta=0, alpha=scale)

@@ -13,15 +13,14 @@ Only rows that count have queries. `is_causal` with fewer queries than keys mean
 run of queries is split into two calls that mean the same everywhere: full attention over the keys before the run, and a
 square causal block over the run itself.
 
-On a CPU both directions are a few matrix products per block of queries instead, in bf16 and where oneDNN multiplies fp32
-matrices (see `products`): torch 2.13's kernel takes one and a half times to twice as long (9 heads, 3 key heads of size 64,
-Zen 5), in bf16 its backward for 100 queries three times. A run of a few queries goes to the kernel there too, since
-products read all its keys in fp32 first.
+On a CPU both directions are a few matrix products per block of queries instead, in bf16, and in fp32 where oneDNN multiplies
+it (see `products`): torch 2.13's kernel takes one and a half times to twice as long (9 heads, 3 key heads of size 64, Zen
+5), in bf16 its backward for 100 queries three times. A run of a few queries goes to the kernel there too, since every
+product has its price.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -30,13 +29,13 @@ import torch
 from torch import Tensor
 
 from pipeline.train.alignment import Segment
-from pipeline.train.products import fp32_is_fast, wide_product
+from pipeline.train.products import fp32_by_onednn, wide_product
 from pipeline.train.shapes import missing
 
 _FEW = 16  # queries of a run that is left to the kernel
-# Of a block's products: what divides the numbers of queries and of keys, and most scores of a head if _ALIGNMENT queries
-# have no more.
-_ALIGNMENT, _SCORES = 32, 128 * 2048
+# Of a block's products: most queries (more are no faster, and make more shapes), what divides their number and that of the
+# keys, and most scores of a head if _ALIGNMENT queries have no more.
+_QUERIES, _ALIGNMENT, _SCORES = 128, 32, 128 * 2048
 
 
 class _Call(NamedTuple):
@@ -66,22 +65,8 @@ def ttt_attention(
     return _TTTAttention.apply(q, k0, v0, tuple(segments), *own_k, *own_v)
 
 
-def _without_autocast(function: Callable) -> Callable:
-    """It would narrow what is wide on purpose."""
-
-    @functools.wraps(function)
-    def wide(ctx, x: Tensor, *args):
-        device = x.device.type
-        known = torch.amp.is_autocast_available(device)  # the meta device has none
-        with torch.autocast(device, enabled=False) if known else contextlib.nullcontext():
-            return function(ctx, x, *args)
-
-    return wide
-
-
 class _TTTAttention(torch.autograd.Function):
     @staticmethod
-    @_without_autocast
     def forward(ctx, q, k0, v0, segments, *own):
         steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
         own_k, own_v = own[:steps], own[steps:]
@@ -106,26 +91,28 @@ class _TTTAttention(torch.autograd.Function):
             ctx.runs.append((queries, visible, calls))
         share = torch.ones_like(lse)  # of step 0's keys in the probability
         if steps:
-            k, v = _stacked(own_k), _stacked(own_v)  # [N · kv_heads, j, d]
-            scores = _own_scores(_by_key_head(q, groups), k, lse.dtype).mul_(scale).view(*lse.shape, steps)
-            flash_lse = lse
-            lse = torch.logsumexp(torch.cat([lse[..., None], scores], -1), -1)
+            wide = q.to(lse.dtype)
+            scores = torch.stack([_dot(wide, k, groups) for k in own_k]).mul_(scale)  # [j, N, heads]
+            flash_lse, lse = lse, torch.logsumexp(torch.cat([lse[None], scores]), 0)
             share = (flash_lse - lse).exp_()
-            p = _by_key_head(scores.sub_(lse[..., None]).exp_(), groups)
-            own_out = wide_product(p, v).view(q.shape)
-            out = own_out.addcmul_(out.to(lse.dtype), share[..., None]).to(q.dtype)
+            out *= share[..., None].to(out.dtype)
+            for score, v in zip(scores, own_v, strict=True):
+                _grouped(out, groups).addcmul_(
+                    _grouped((score - lse).exp_()[..., None].to(out.dtype), groups), v[:, :, None]
+                )
         ctx.save_for_backward(q, k0, v0, out, lse, share, *own)
         return out
 
     @staticmethod
-    @_without_autocast
     def backward(ctx, grad):
         q, k0, v0, out, lse, share, *own = ctx.saved_tensors
         steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
+        own_k, own_v = own[:steps], own[steps:]
         scale = q.shape[-1] ** -0.5
         grad = grad.contiguous()
         dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
-        delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [N, heads]: Σ_t p_t dp_t over all keys
+        wide_q, wide_grad = q.to(lse.dtype), grad.to(lse.dtype)
+        delta = (wide_grad * out.to(lse.dtype)).sum(-1)  # [N, heads]: Σ_t p_t dp_t over all keys
         for queries, visible, calls in ctx.runs:
             grad_run, q_run = grad[queries], q[queries]
             if calls:
@@ -139,16 +126,14 @@ class _TTTAttention(torch.autograd.Function):
                 dq[queries] += part_q
                 dk0[keys] += part_k
                 dv0[keys] += part_v
-        if not steps:
-            return dq, dk0, dv0, None
-        k, v = _stacked(own[:steps]), _stacked(own[steps:])
-        q_rows, grad_rows, lse, delta = (_by_key_head(x, groups) for x in (q, grad, lse[..., None], delta[..., None]))
-        p = _own_scores(q_rows, k, lse.dtype).mul_(scale).sub_(lse).exp_()  # [N · kv_heads, groups, j]
-        ds = _own_scores(grad_rows, v, lse.dtype).sub_(delta).mul_(p).mul_(scale)
-        dq += wide_product(ds, k).view(q.shape)
-        shape = (*own[0].shape[:2], steps, q.shape[-1])
-        dks = wide_product(ds.mT, q_rows).to(q.dtype).view(shape).unbind(2)
-        dvs = wide_product(p.mT, grad_rows).to(q.dtype).view(shape).unbind(2)
+        dks, dvs = [], []
+        for k, v in zip(own_k, own_v, strict=True):
+            p = (_dot(wide_q, k, groups).mul_(scale) - lse).exp_()  # [N, heads]
+            ds = (p * (_dot(wide_grad, v, groups) - delta)).mul_(scale)[..., None].to(q.dtype)
+            p = p[..., None].to(q.dtype)
+            _grouped(dq, groups).addcmul_(_grouped(ds, groups), k[:, :, None])
+            dks.append(_grouped(ds * q, groups).sum(2))
+            dvs.append(_grouped(p * grad, groups).sum(2))
         return dq, dk0, dv0, None, *dks, *dvs
 
 
@@ -164,19 +149,9 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (-1, groups))
 
 
-def _by_key_head(x: Tensor, groups: int) -> Tensor:
-    """[N, heads, ·] → [N · kv_heads, groups, ·]: what reads the same key head of a row, one below the other."""
-    return _grouped(x, groups).flatten(0, 1)
-
-
-def _stacked(own: Sequence[Tensor]) -> Tensor:
-    """j × [N, kv_heads, d] → [N · kv_heads, j, d]"""
-    return torch.stack(tuple(own), 2).flatten(0, 1)
-
-
-def _own_scores(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N · kv_heads, groups, d] and [N · kv_heads, j, d] → [N · kv_heads, groups, j]; MKL is faster at these than oneDNN."""
-    return torch.bmm(q.to(dtype), k.to(dtype).mT)
+def _dot(x: Tensor, kv: Tensor, groups: int) -> Tensor:
+    """Row-wise x · kv in x's precision, which is the logsumexp's: [N, heads, d] with [N, kv_heads, d] → [N, heads]."""
+    return (_grouped(x, groups) * kv.to(x.dtype)[:, :, None]).sum(-1).flatten(1)
 
 
 def _lse_dtype(x: Tensor) -> torch.dtype:
@@ -236,8 +211,8 @@ def _flash_backward(
 
 
 def _by_products(q: Tensor) -> bool:
-    """Whether a run of queries goes to products: where they were faster on CPUs with AVX-512 (bf16: AVX512_BF16)."""
-    fast = q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and fp32_is_fast())
+    """Whether a run of queries goes to products: where they were faster on a CPU with AVX512_BF16."""
+    fast = q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and fp32_by_onednn())
     return fast and q.device.type == "cpu" and len(q) > _FEW
 
 
@@ -249,7 +224,8 @@ def _aligned(past: int, rows: int) -> tuple[int, int]:
 
 def _blocks(past: int, rows: int) -> Iterator[tuple[slice, slice]]:
     """Blocks of a run of queries, and the keys that each sees some of: `past` ones before the run and its own."""
-    size = max(_ALIGNMENT, _SCORES // (past + rows) // _ALIGNMENT * _ALIGNMENT)
+    few = _SCORES // (past + rows) // _ALIGNMENT * _ALIGNMENT
+    size = max(_ALIGNMENT, min(_QUERIES, few))
     for start in range(0, rows, size):
         stop = min(start + size, rows)
         yield slice(start, stop), slice(past + stop)
@@ -268,6 +244,18 @@ def _masked_scores(q: Tensor, k: Tensor, scale: float, groups: int, front: int) 
     return scores
 
 
+def _without_autocast(function: Callable) -> Callable:
+    """It would narrow what is wide on purpose."""
+
+    @functools.wraps(function)
+    def wide(q: Tensor, *args):
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args)
+
+    return wide
+
+
+@_without_autocast
 def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """out and lse of a run of queries by matrix products over blocks of them.
 
@@ -289,6 +277,7 @@ def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
     return out.movedim(2, 0).flatten(1, 2)[:count], lse.movedim(2, 0).flatten(1, 2)[:count]
 
 
+@_without_autocast
 def _backward_by_products(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, share: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
