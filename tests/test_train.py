@@ -1,5 +1,6 @@
 """The training loop on one process: it learns, goes on bit for bit, and does not depend on how the data is cut."""
 
+import contextlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import PipelineError
 from pipeline.manifest import FileRecord, save_manifest
+from pipeline.train import products
 from pipeline.train.batches import plan_epoch
 from pipeline.train.checkpoint import is_whole
 from pipeline.train.drafter import Drafter
@@ -351,3 +353,22 @@ def test_a_full_device_names_what_to_change(run, monkeypatch, where):
                  "drafter.init=identity"):
         assert part in message
     assert "GPU 0 has" not in message
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_only_training_multiplies_fp32_by_onednn(run, monkeypatch, stopped):
+    """The setting is the process's: what comes after training, also after a failure, must find torch's own."""
+    monkeypatch.setattr(products, "_onednn_keeps_fp32", lambda: True)
+    step, seen = Trainer._optimizer_step, []
+
+    def spied(self, *args):
+        seen.append(products.fp32_by_onednn())
+        if stopped:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(Trainer, "_optimizer_step", spied)
+    assert not products.fp32_by_onednn()
+    with pytest.raises(KeyboardInterrupt) if stopped else contextlib.nullcontext():
+        run.stage("train")
+    assert seen and all(seen) and not products.fp32_by_onednn()

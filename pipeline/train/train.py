@@ -69,9 +69,11 @@ def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, fol
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    with sigterm_noticed() as stop_asked, errors_said_once(stop_asked), full_memory_explained(config), fast_fp32():
-        trainer = Trainer(config, target, manifest, run_dir, folder, resolve_device(config.device))
-        trainer.run(stop_asked)
+    with sigterm_noticed() as stop_asked, errors_said_once(stop_asked), full_memory_explained(config):
+        device = resolve_device(config.device)
+        with fast_fp32() if device == "cpu" else contextlib.nullcontext():
+            trainer = Trainer(config, target, manifest, run_dir, folder, device)
+            trainer.run(stop_asked)
     return trainer.result() if trainer.accelerator.is_main_process else None
 
 
