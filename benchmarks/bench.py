@@ -102,7 +102,7 @@ def matmul_rates(threads: int) -> dict:
     whichever of the libraries that training chooses from is faster."""
     code = (
         "import contextlib, json, time, torch\n"
-        "from pipeline.train.products import fast_fp32\n"
+        "from pipeline.products import fast_fp32\n"
         f"torch.set_num_threads({threads})\n"
         "found = {}\n"
         "for name, dtype, library in (('fp32', torch.float32, contextlib.nullcontext), ('fp32', torch.float32, fast_fp32),\n"

@@ -24,7 +24,7 @@ from pipeline.target import OutputHead  # noqa: E402
 from pipeline.train.alignment import PackedBatch  # noqa: E402
 from pipeline.train.allocator import keep_freed_memory  # noqa: E402
 from pipeline.train.drafter import Drafter, DrafterConfig, FrozenTarget  # noqa: E402
-from pipeline.train.products import fast_fp32  # noqa: E402
+from pipeline.products import fast_fp32  # noqa: E402
 
 
 def build_drafter(s: workload.Shape, d: dict, w: dict) -> Drafter:

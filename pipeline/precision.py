@@ -15,7 +15,7 @@ def bf16_is_faster(device: torch.device) -> bool:
 
     On a CPU without instructions for them (AVX512_BF16, AMX) they take about twice as long. Measured with AVX512_BF16, on one
     Zen 4 core: products 2.3 times as fast (190 against 80 GFLOP/s by MKL), a training step of the demo 1.4 times; on two Zen
-    5 cores, fp32 by oneDNN (`train.products`): 1.9 times (938 against 490 GFLOP/s), a step 1.25 times. GPUs older than Ampere
+    5 cores, fp32 by oneDNN (`pipeline.products`): 1.9 times (938 against 490 GFLOP/s), a step 1.25 times. GPUs older than Ampere
     (V100, T4) have none either, and flash attention does not run on them.
     """
     import torch

@@ -136,6 +136,7 @@ def steps_of_training(draw):
         "num_attention_heads": kv_heads * draw(st.integers(1, 3)),
         "head_dim": draw(st.sampled_from([2, 4, 10])),  # times heads is HIDDEN in few cases
         "num_fc_inputs": draw(st.sampled_from([2, 3, 5])),
+        "rms_norm_eps": draw(st.sampled_from([1e-5, 0.0])),  # with 0 the norm of a row of zeros is not a number
         **{switch: draw(st.booleans()) for switch in ("fc_norm", "norm_before_fc", "norm_output")},
     }
     return dict(

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.train import products
+from pipeline import products
 from pipeline.train.loss import _add_product
-from pipeline.train.products import fast_fp32, fp32_by_onednn, wide_product
+from pipeline.products import fast_fp32, fp32_by_onednn, wide_product
 
 
 def setting() -> str:

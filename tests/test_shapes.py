@@ -12,7 +12,7 @@ import torch
 from test_drafter import HIDDEN, frozen, make_drafter, make_samples, pack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.train import products
+from pipeline import products
 from pipeline.train.shapes import ROWS, missing, pad_rows
 
 

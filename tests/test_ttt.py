@@ -166,6 +166,39 @@ def test_bf16_by_products_is_as_near_as_the_kernels_own(autocast):
         assert (our - wanted).norm() <= 1.1 * (kernel - wanted).norm()
 
 
+@pytest.mark.parametrize("runs", [1, 100])
+def test_bf16_gradients_of_keys_that_many_runs_see(runs):
+    """A sample of many turns: as near as the kernel that sees all of it at once."""
+    mask = torch.tensor([False] * 8 + ([False] * 4 + [True] * 20) * runs)
+    rows = select_rows(mask, torch.tensor([len(mask)]), torch.zeros(len(mask)).long(), 1)
+    assert len(rows.segments) == runs
+    generator = torch.Generator().manual_seed(0)
+    q, grad = (torch.randn(len(rows.index), 2, 64, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(len(mask), 2, 64, generator=generator).bfloat16() for _ in range(2))
+
+    def ours(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        found = torch.autograd.grad(ttt_attention(*leaves, [], [], rows.segments), leaves, grad.to(dtype))
+        return [x.double() for x in found[1:]]
+
+    everyone, grads = (x.new_zeros(k.shape).index_copy_(0, rows.index, x).transpose(0, 1)[None] for x in (q, grad))
+    leaves = [x.transpose(0, 1)[None].requires_grad_() for x in (k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(everyone, *leaves, is_causal=True)
+    kernels = [x[0].transpose(0, 1).double() for x in torch.autograd.grad(out, leaves, grads)]
+    for our, kernel, wanted in zip(ours(torch.bfloat16), kernels, ours(torch.float64), strict=True):
+        assert (our - wanted).norm() <= 1.1 * (kernel - wanted).norm()
+
+
+def test_it_has_no_second_derivative():
+    """Refused, since logsumexp and shares count as constants in the first."""
+    q, k, v, own_k, own_v = (torch.randn(10, 1, 8).requires_grad_() for _ in range(5))
+    rows = select_rows(torch.ones(12).bool(), torch.tensor([12]), torch.zeros(12).long(), 1)
+    out = ttt_attention(q, k, v, [own_k], [own_v], rows.segments)
+    (first,) = torch.autograd.grad(out.square().sum(), own_v, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 def test_large_scores_do_not_overflow():
     """Scores of several hundred: only differences to the logsumexp may be exponentiated."""
     q = torch.full((3, 1, 4), 20.0)

@@ -25,7 +25,7 @@ from pipeline.train.alignment import PackedBatch, Rows, select_rows
 from pipeline.train.drafter_config import DrafterConfig
 from pipeline.train.loss import Objective, vocabulary_loss
 from pipeline.train.rope import Rope, rotate
-from pipeline.train.shapes import pad_rows
+from pipeline.train.shapes import missing, pad_rows
 from pipeline.train.ttt import ttt_attention
 
 
@@ -274,10 +274,12 @@ class Drafter(nn.Module):
         lengths = batch.sample_lengths.cpu()
         queries = self.config.num_attention_heads * self.config.head_dim
 
-        # From here on R and N are rounded up (see `shapes`). Nobody reads the padding: of the packed rows it is zeros, of the
-        # rows that count the first packed row again.
-        features = pad_rows(batch.features)
-        length = pad_rows(lengths.repeat_interleave(lengths))  # [R]
+        # From here on R and N are rounded up (see `shapes`). Nobody reads the padding: of the packed rows it is the last one
+        # again, of the rows that count the first packed row.
+        packed = len(batch.features)
+        every = torch.arange(packed + missing(packed)).clamp_(max=packed - 1)  # [R]
+        features = batch.features[every.to(device)] if missing(packed) else batch.features
+        length = lengths.repeat_interleave(lengths)[every]  # [R]
         index, position = pad_rows(rows.index), pad_rows(rows.position)  # [N]
 
         fused = self.fc(self.dropout(self.fc_input(features)))  # [R, H]
@@ -287,8 +289,7 @@ class Drafter(nn.Module):
             return self.dropout(layer.input_layernorm(self.embed(batch, target, token).to(fused.dtype)))
 
         # Step 0: keys and values for every row, since later rows attend to them; queries only for rows that count.
-        every = torch.arange(len(features))
-        begins = pad_rows((lengths.cumsum(0) - lengths).repeat_interleave(lengths))
+        begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)[every]
         keys_values = F.linear(embedded(every + 1), for_embedding[queries:])
         keys_values = keys_values + F.linear(layer.hidden_norm(fused), for_hidden[queries:])  # [R, 2K·D]
         _, k0, v0 = attention.split(keys_values, *self.rope.cos_sin(every - begins, length, device))  # [R, K, D]

@@ -43,7 +43,7 @@ from pipeline.train.metrics import NAMES, TAU, TAU_STEPS, ratios, stack
 from pipeline.train.optimizer import make_optimizer
 from pipeline.train.parallel import gathered, global_norm, gradients_added_up, share
 from pipeline.train.position import Position
-from pipeline.train.products import fast_fp32
+from pipeline.products import fast_fp32
 from pipeline.train.ranks import announce, errors_said_once, make_accelerator, sigterm_noticed
 from pipeline.train.regression import regression_samples, start_from_regression
 from pipeline.train.schedule import configured_rate

@@ -27,9 +27,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pipeline.train.alignment import Segment
-from pipeline.train.products import fp32_by_onednn, wide_product
+from pipeline.products import fp32_by_onednn, wide_product
 from pipeline.train.shapes import missing
 
 _FEW = 16  # queries of a run that is left to the kernel
@@ -104,13 +105,15 @@ class _TTTAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         q, k0, v0, out, lse, share, *own = ctx.saved_tensors
         steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
         own_k, own_v = own[:steps], own[steps:]
         scale = q.shape[-1] ** -0.5
         grad = grad.contiguous()
-        dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
+        # Every later run of a sample adds to a key: rounded each time, the sum would drift.
+        dq, dk0, dv0 = torch.zeros_like(q), *(torch.zeros_like(x, dtype=lse.dtype) for x in (k0, v0))
         wide_q, wide_grad = q.to(lse.dtype), grad.to(lse.dtype)
         delta = (wide_grad * out.to(lse.dtype)).sum(-1)  # [N, heads]: Σ_t p_t dp_t over all keys
         for queries, visible, calls in ctx.runs:
@@ -134,7 +137,7 @@ class _TTTAttention(torch.autograd.Function):
             _grouped(dq, groups).addcmul_(_grouped(ds, groups), k[:, :, None])
             dks.append(_grouped(ds * q, groups).sum(2))
             dvs.append(_grouped(p * grad, groups).sum(2))
-        return dq, dk0, dv0, None, *dks, *dvs
+        return dq, dk0.to(k0.dtype), dv0.to(v0.dtype), None, *dks, *dvs
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
