@@ -5,7 +5,8 @@ GFLOP/s). On Intel's both have AVX-512, and nothing was measured there. Torch ha
 permission to round factors to bf16 (`torch.backends.mkldnn.matmul.fp32_precision`), which oneDNN makes use of where AMX is
 there. So the permission is given for products whose factors may be rounded, and for all where a trial shows that none is.
 
-The permission is the process's. While training runs no other thread multiplies matrices (the loader's only copies).
+The permission is the process's. While training runs no other thread multiplies matrices (the loader's only copies), and
+SGLang's processes on a CPU have it for good.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ def fast_fp32() -> Iterator[None]:
     """
     with _rounding_allowed(_onednn_keeps_fp32()):
         yield
+
+
+def use_fast_fp32() -> None:
+    """`fast_fp32` for the rest of this process."""
+    if _onednn_keeps_fp32():
+        _SETTINGS.fp32_precision = "bf16"
 
 
 def fp32_by_onednn() -> bool:

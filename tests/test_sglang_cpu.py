@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -299,6 +300,27 @@ def test_plugin_does_nothing_without_the_cpu_engine(monkeypatch):
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     monkeypatch.setitem(sys.modules, "sglang", None)  # importing it would fail
     spec_attention.register()
+
+
+@pytest.mark.parametrize("child", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_engine_processes_multiply_fp32_by_onednn_where_that_keeps_it(monkeypatch, child, kept):
+    """The caller's own process, which registers the plugin too, keeps torch's setting."""
+    from pipeline import products
+    from pipeline.sglang_cpu import spec_attention
+
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setattr(products, "_onednn_keeps_fp32", lambda: kept)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if child else None)
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.attention.attention_registry", None)  # the rest is of no interest
+    try:
+        with pytest.raises(ImportError):
+            spec_attention.register()
+        assert settings.fp32_precision == ("bf16" if child and kept else before) and before != "bf16"
+    finally:
+        settings.fp32_precision = before
 
 
 @pytest.mark.slow
