@@ -1,12 +1,12 @@
 """Products of fp32 matrices on a CPU, by oneDNN instead of MKL.
 
-On CPUs of other makers MKL runs AVX2 code; oneDNN's is AVX-512, twice as fast on Zen 5 (two threads: 500 against 225
+On CPUs of other makers MKL runs AVX2 code; oneDNN's is AVX-512, twice as fast on Zen 5 (two threads: 490 against 218
 GFLOP/s). On Intel's both have AVX-512, and nothing was measured there. Torch hands fp32 products to oneDNN only with the
 permission to round factors to bf16 (`torch.backends.mkldnn.matmul.fp32_precision`), which oneDNN makes use of where AMX is
 there. So the permission is given for products whose factors may be rounded, and for all where a trial shows that none is.
 
-The permission is the process's. While training runs no other thread multiplies matrices (the loader's only copies), and
-SGLang's processes on a CPU have it for good.
+The permission is the process's. While training runs no other thread multiplies matrices (the loader's only copies). The
+processes that SGLang starts on a CPU have it, after the same trial, for good.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _onednn_keeps_fp32() -> bool:
 def wide_product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """scale · a @ b, [n, i, k] and [n, k, j] → [n, i, j] in fp32, or fp64 if a is. Torch's product of bf16 matrices is bf16.
 
-    Where b is bf16, a may be rounded to bf16.
+    Where b is bf16, a may be rounded to bf16. Not under autocast, which would round the result.
     """
     with _rounding_allowed(b.dtype == torch.bfloat16 and b.device.type == "cpu"):
         a, b = (x if x.dtype == torch.float64 else x.float() for x in (a, b))

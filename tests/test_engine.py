@@ -174,8 +174,7 @@ def test_arguments_of_a_speculating_engine():
 
 
 def test_environment_is_set_once_and_taken_back_for_a_gpu(monkeypatch):
-    for name in ("SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
-                 "LRU_CACHE_CAPACITY"):
+    for name in ("SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE"):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores them
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setattr(sys, "path", sys.path[:])

@@ -1,4 +1,4 @@
-"""fp32 products by oneDNN: exact, only where they are, and only while training runs."""
+"""fp32 products by oneDNN: exact, only where they are, and the setting is torch's own again."""
 
 from __future__ import annotations
 
@@ -84,30 +84,44 @@ def test_wide_products_of_bf16_lose_nothing(d):
     assert wide_product(a.double(), b.double()).dtype == torch.float64
 
 
-class Rounding(TorchDispatchMode):
-    """Product number `at` is one of a factor rounded to bf16, as AMX may make it."""
+class Trial(TorchDispatchMode):
+    """Watches the products of a trial; number `at` is one of a factor rounded to bf16, as AMX may make it."""
 
-    def __init__(self, at: int, factor: int):
+    def __init__(self, at: int = 0, factor: int = 0):
         super().__init__()
-        self.at, self.factor, self.seen = at, factor, 0
+        self.at, self.factor, self.seen = at, factor, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket.__name__ == "mm":
-            assert setting() == "bf16"
-            self.seen += 1
-            if self.seen == self.at:
+            self.seen += [(setting(), x.dtype, x.device.type) for x in args]
+            if len(self.seen) == 2 * self.at:
                 args = [x.bfloat16().float() if i == self.factor else x for i, x in enumerate(args)]
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(("product", "factor"), [(1, 0), (2, 1), (3, 0), (4, 1)])
-def test_a_cpu_that_rounds_is_not_trusted(tried_anew, monkeypatch, product, factor):
+@pytest.fixture
+def onednn_with_avx512(tried_anew, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    with Rounding(product, factor) as mode:
+
+
+@pytest.mark.parametrize(("product", "factor"), [(1, 0), (2, 1), (3, 0), (4, 1)])
+def test_a_cpu_that_rounds_is_not_trusted(onednn_with_avx512, product, factor):
+    with Trial(product, factor) as trial:
         assert not products._onednn_keeps_fp32()
-    assert mode.seen == 4
+    assert len(trial.seen) == 8
     with fast_fp32():
         assert not fp32_by_onednn()
+
+
+def test_what_torch_is_told_does_not_change_the_trial(onednn_with_avx512):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), Trial() as trial:
+            products._onednn_keeps_fp32()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert trial.seen == [("bf16", torch.float32, "cpu")] * 8
 
 
 @pytest.mark.parametrize("lacking", ["AVX-512", "oneDNN"])
@@ -117,14 +131,3 @@ def test_without_its_code_torch_goes_on_as_ever(tried_anew, monkeypatch, lacking
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if lacking == "oneDNN" else "AVX2")
     with fast_fp32():
         assert not fp32_by_onednn()
-
-
-def test_trying_is_not_fooled_by_what_torch_is_told(tried_anew):
-    wanted = products._onednn_keeps_fp32()
-    products._onednn_keeps_fp32.cache_clear()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-            assert products._onednn_keeps_fp32() == wanted
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -311,7 +312,11 @@ def test_engine_processes_multiply_fp32_by_onednn_where_that_keeps_it(monkeypatc
 
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
+    caches = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setenv(caches[0], "9")
+    monkeypatch.setenv(caches[1], "")  # so that monkeypatch restores it
+    del os.environ[caches[1]]
     monkeypatch.setattr(products, "_onednn_keeps_fp32", lambda: kept)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if child else None)
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.attention.attention_registry", None)  # the rest is of no interest
@@ -319,6 +324,7 @@ def test_engine_processes_multiply_fp32_by_onednn_where_that_keeps_it(monkeypatc
         with pytest.raises(ImportError):
             spec_attention.register()
         assert settings.fp32_precision == ("bf16" if child and kept else before) and before != "bf16"
+        assert [os.environ.get(cache) for cache in caches] == ["9", "128" if child else None]
     finally:
         settings.fp32_precision = before
 

@@ -90,9 +90,6 @@ def prepare_environment(device: str, *, threads: int | None = None) -> None:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device=cpu on a machine with a GPU: SGLang must not see both
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # saves compiling for some 10 s at start
-        # Hardly two prefills have as many tokens, and a thousand shapes would be kept with oneDNN's code for them: 0.8 GB.
-        for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's own, and ideep's around it
-            os.environ.setdefault(cache, "128")
         inherited.insert(0, shim)
         sys.path.insert(0, shim)
         declare_on_import()

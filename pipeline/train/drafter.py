@@ -274,10 +274,10 @@ class Drafter(nn.Module):
         lengths = batch.sample_lengths.cpu()
         queries = self.config.num_attention_heads * self.config.head_dim
 
-        # From here on R and N are rounded up (see `shapes`). Nobody reads the padding: of the packed rows it is the last one
-        # again, of the rows that count the first packed row.
+        # From here on R, N and the number of tokens are rounded up (see `shapes`). Nobody reads the padding; it is rows that are
+        # there already, since the gradient of a norm of zeros is not a number where its eps is 0.
         packed = len(batch.features)
-        every = torch.arange(packed + missing(packed)).clamp_(max=packed - 1)  # [R]
+        every = torch.arange(packed + missing(packed)).clamp_(max=packed - 1)  # [R] packed rows, the last one again
         features = batch.features[every.to(device)] if missing(packed) else batch.features
         length = lengths.repeat_interleave(lengths)[every]  # [R]
         index, position = pad_rows(rows.index), pad_rows(rows.position)  # [N]

@@ -2,7 +2,7 @@
 
 oneDNN, which multiplies bf16 matrices on a CPU and fp32 ones where that is faster (see `products`), compiles code for every
 shape that it meets: half a millisecond and a megabyte each, and it keeps a thousand of them. Batches of whole samples hardly
-ever have the same number of rows, so rows are rounded up with zeros, and the shapes recur.
+ever have the same number of rows, so rows are rounded up, and the shapes recur.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def _flash_backward(
 
 
 def _by_products(q: Tensor) -> bool:
-    """Whether a run of queries goes to products: where they were faster on a CPU with AVX512_BF16."""
+    """Whether a run of queries goes to products: where they were faster on Zen 5 (see the top)."""
     fast = q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and fp32_by_onednn())
     return fast and q.device.type == "cpu" and len(q) > _FEW
 
