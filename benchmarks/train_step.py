@@ -20,11 +20,11 @@ import workload
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from pipeline.products import fast_fp32  # noqa: E402
 from pipeline.target import OutputHead  # noqa: E402
 from pipeline.train.alignment import PackedBatch  # noqa: E402
 from pipeline.train.allocator import keep_freed_memory  # noqa: E402
 from pipeline.train.drafter import Drafter, DrafterConfig, FrozenTarget  # noqa: E402
-from pipeline.products import fast_fp32  # noqa: E402
 
 
 def build_drafter(s: workload.Shape, d: dict, w: dict) -> Drafter:
@@ -103,7 +103,7 @@ def main() -> None:
     trainable = round(sum(p.numel() for p in drafter.parameters()) / 1e6, 2)
     if args.device == "cpu":
         keep_freed_memory()  # not before: what the set-up frees would count as memory held before the first step
-    with fast_fp32():
+    with fast_fp32(args.device):
         workload.measure(args, "ours", step, train_lm_head=True, teacher_vocab=s.draft_vocab,
                          extra={"torch": torch.__version__, "trainable_m": trainable})  # fmt: skip
 

@@ -35,12 +35,12 @@ def _rounding_allowed(allowed: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fast_fp32() -> Iterator[None]:
-    """Let oneDNN multiply fp32 matrices if it has AVX-512 code that keeps them.
+def fast_fp32(device: str = "cpu") -> Iterator[None]:
+    """On a CPU let oneDNN multiply fp32 matrices if it has AVX-512 code that keeps them; elsewhere do nothing.
 
     Meanwhile `torch.get_float32_matmul_precision`, which knows one setting for all devices, refuses to answer.
     """
-    with _rounding_allowed(_onednn_keeps_fp32()):
+    with _rounding_allowed(device == "cpu" and _onednn_keeps_fp32()):
         yield
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import products
-from pipeline.train.loss import _add_product
 from pipeline.products import fast_fp32, fp32_by_onednn, wide_product
+from pipeline.train.loss import _add_product
 
 
 def setting() -> str:
@@ -67,8 +67,12 @@ def test_the_setting_is_torchs_own_again(monkeypatch, kept):
             assert fp32_by_onednn() == kept
         wide_product(a, b)
         assert fp32_by_onednn() == kept
+        with fast_fp32("cuda"):
+            assert fp32_by_onednn() == kept
         wide_product(a, b[:, 1:])  # fails
     assert setting() == before
+    with fast_fp32("cuda"):
+        assert setting() == before
     wide_product(a, b)
     with pytest.raises(RuntimeError, match="size"):
         wide_product(a, b[:, 1:])

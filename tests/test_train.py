@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline import products
 from pipeline.errors import PipelineError
 from pipeline.manifest import FileRecord, save_manifest
-from pipeline import products
 from pipeline.train.batches import plan_epoch
 from pipeline.train.checkpoint import is_whole
 from pipeline.train.drafter import Drafter

@@ -27,6 +27,7 @@ from pipeline.errors import PipelineError
 from pipeline.files import make_dir, read_json, save_safetensors, write_json
 from pipeline.manifest import Manifest
 from pipeline.precision import bf16_is_faster
+from pipeline.products import fast_fp32
 from pipeline.stage import StageResult
 from pipeline.standardize import dump_shards
 from pipeline.store import HiddenStore
@@ -43,7 +44,6 @@ from pipeline.train.metrics import NAMES, TAU, TAU_STEPS, ratios, stack
 from pipeline.train.optimizer import make_optimizer
 from pipeline.train.parallel import gathered, global_norm, gradients_added_up, share
 from pipeline.train.position import Position
-from pipeline.products import fast_fp32
 from pipeline.train.ranks import announce, errors_said_once, make_accelerator, sigterm_noticed
 from pipeline.train.regression import regression_samples, start_from_regression
 from pipeline.train.schedule import configured_rate
@@ -71,7 +71,7 @@ def train(config: Config, target: Target, manifest: Manifest, run_dir: Path, fol
         torch.set_num_threads(config.threads)
     with sigterm_noticed() as stop_asked, errors_said_once(stop_asked), full_memory_explained(config):
         device = resolve_device(config.device)
-        with fast_fp32() if device == "cpu" else contextlib.nullcontext():
+        with fast_fp32(device):
             trainer = Trainer(config, target, manifest, run_dir, folder, device)
             trainer.run(stop_asked)
     return trainer.result() if trainer.accelerator.is_main_process else None

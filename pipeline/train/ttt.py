@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.train.alignment import Segment
 from pipeline.products import fp32_by_onednn, wide_product
+from pipeline.train.alignment import Segment
 from pipeline.train.shapes import missing
 
 _FEW = 16  # queries of a run that is left to the kernel
