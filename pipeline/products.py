@@ -69,11 +69,16 @@ def _onednn_keeps_fp32() -> bool:
     return all(bool((product == number).all()) for product in products)
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """What sums over x are kept in: fp64 if x is, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def wide_product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """scale · a @ b, [n, i, k] and [n, k, j] → [n, i, j] in fp32, or fp64 if a is. Torch's product of bf16 matrices is bf16.
 
     Where b is bf16, a may be rounded to bf16. Not under autocast, which would round the result.
     """
     with _rounding_allowed(b.dtype == torch.bfloat16 and b.device.type == "cpu"):
-        a, b = (x if x.dtype == torch.float64 else x.float() for x in (a, b))
-        return torch.baddbmm(a.new_zeros(()), a, b, beta=0, alpha=scale)
+        wide = wide_dtype(a)
+        return torch.baddbmm(a.new_zeros((), dtype=wide), a.to(wide), b.to(wide), beta=0, alpha=scale)

@@ -23,6 +23,7 @@ from pipeline.errors import PipelineError
 from pipeline.target import OutputHead
 from pipeline.train.alignment import PackedBatch, Rows, select_rows
 from pipeline.train.drafter_config import DrafterConfig
+from pipeline.train.elementwise import rms_norm, swiglu
 from pipeline.train.loss import Objective, vocabulary_loss
 from pipeline.train.rope import Rope, rotate
 from pipeline.train.shapes import missing, pad_rows
@@ -69,9 +70,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Statistics in fp32 whatever x is, result in x's dtype, as the engines do.
-        wide = x if x.dtype == torch.float64 else x.float()
-        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -110,7 +109,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class MidLayer(nn.Module):

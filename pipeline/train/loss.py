@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.products import wide_dtype
 from pipeline.target import OutputHead
 from pipeline.train.shapes import ROWS, missing, pad_rows
 
@@ -108,7 +109,7 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, lm_head, head, final_hidden, answer, row_of, used, step_weights, objective, chunk, grad):
         dtype = hidden.dtype
-        acc = torch.float64 if dtype == torch.float64 else torch.float32
+        acc = wide_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             flat = hidden.flatten(0, 1)  # [T·N, H]
             weight = lm_head.to(dtype)

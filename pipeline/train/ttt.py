@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.products import fp32_by_onednn, wide_product
+from pipeline.products import fp32_by_onednn, wide_dtype, wide_product
 from pipeline.train.alignment import Segment
 from pipeline.train.shapes import missing
 
@@ -73,7 +73,7 @@ class _TTTAttention(torch.autograd.Function):
         own_k, own_v = own[:steps], own[steps:]
         scale = q.shape[-1] ** -0.5
         out = torch.zeros_like(q)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=_lse_dtype(q))
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide_dtype(q))
         ctx.runs = []
         for s in segments:
             queries, run = slice(s.start, s.stop), slice(s.first_row, s.first_row + s.stop - s.start)
@@ -155,10 +155,6 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 def _dot(x: Tensor, kv: Tensor, groups: int) -> Tensor:
     """Row-wise x · kv in x's precision, which is the logsumexp's: [N, heads, d] with [N, kv_heads, d] → [N, heads]."""
     return (_grouped(x, groups) * kv.to(x.dtype)[:, :, None]).sum(-1).flatten(1)
-
-
-def _lse_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # -- the kernels of PyTorch that return a logsumexp. All take and give [rows, heads, head_dim]; lse is [rows, heads]. --
@@ -269,7 +265,7 @@ def _forward_by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
     q, k, v = _padded(q, 0, behind), _padded(k, front, behind), _padded(v, front, behind)
     q = _grouped(q, groups).movedim(0, 2)  # [kv_heads, groups, rows, d]
     k, v = k.transpose(0, 1), v.transpose(0, 1)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
     for rows, seen in _blocks(front + past, q.shape[2]):
         scores = _masked_scores(q[:, :, rows].flatten(1, 2), k[:, seen], scale, groups, front)
         p = scores.softmax(-1)
