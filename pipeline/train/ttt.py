@@ -90,24 +90,23 @@ class _TTTAttention(torch.autograd.Function):
                     part_out, part_lse = _merge(part_out, part_lse, past_out, past_lse)
             out[queries], lse[queries] = part_out, part_lse
             ctx.runs.append((queries, visible, calls))
-        share = torch.ones_like(lse)  # of step 0's keys in the probability
+        p = lse.new_ones(1, *lse.shape)  # [1 + j, N, heads] probability of step 0's keys together, and of each own key
         if steps:
             wide = q.to(lse.dtype)
-            scores = torch.stack([_dot(wide, k, groups) for k in own_k]).mul_(scale)  # [j, N, heads]
-            flash_lse, lse = lse, torch.logsumexp(torch.cat([lse[None], scores]), 0)
-            share = (flash_lse - lse).exp_()
-            out *= share[..., None].to(out.dtype)
-            for score, v in zip(scores, own_v, strict=True):
-                _grouped(out, groups).addcmul_(
-                    _grouped((score - lse).exp_()[..., None].to(out.dtype), groups), v[:, :, None]
-                )
-        ctx.save_for_backward(q, k0, v0, out, lse, share, *own)
+            scores = torch.stack([lse, *(_dot(wide, k, groups).mul_(scale) for k in own_k)])
+            lse = scores.logsumexp(0)
+            p = scores.sub_(lse).exp_()
+            first, *rest = p[..., None].to(out.dtype)
+            out *= first
+            for share, v in zip(rest, own_v, strict=True):
+                _grouped(out, groups).addcmul_(_grouped(share, groups), v[:, :, None])
+        ctx.save_for_backward(q, k0, v0, out, lse, p, *own)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k0, v0, out, lse, share, *own = ctx.saved_tensors
+        q, k0, v0, out, lse, p, *own = ctx.saved_tensors
         steps, groups = len(own) // 2, q.shape[1] // k0.shape[1]
         own_k, own_v = own[:steps], own[steps:]
         scale = q.shape[-1] ** -0.5
@@ -123,20 +122,18 @@ class _TTTAttention(torch.autograd.Function):
                 parts = [(c.keys, _flash_backward(grad_run, q_run, k0[c.keys], v0[c.keys], out_run, lse_run, c.causal,
                                                   scale, c.state)) for c in calls]  # fmt: skip
             else:
-                rest = (k0[visible], v0[visible], delta[queries], share[queries], scale)
+                rest = (k0[visible], v0[visible], delta[queries], p[0, queries], scale)
                 parts = [(visible, _backward_by_products(grad_run, q_run, *rest))]
             for keys, (part_q, part_k, part_v) in parts:
                 dq[queries] += part_q
                 dk0[keys] += part_k
                 dv0[keys] += part_v
         dks, dvs = [], []
-        for k, v in zip(own_k, own_v, strict=True):
-            p = (_dot(wide_q, k, groups).mul_(scale) - lse).exp_()  # [N, heads]
-            ds = (p * (_dot(wide_grad, v, groups) - delta)).mul_(scale)[..., None].to(q.dtype)
-            p = p[..., None].to(q.dtype)
-            _grouped(dq, groups).addcmul_(_grouped(ds, groups), k[:, :, None])
-            dks.append(_grouped(ds * q, groups).sum(2))
-            dvs.append(_grouped(p * grad, groups).sum(2))
+        for share, k, v in zip(p[1:], own_k, own_v, strict=True):
+            ds = (_dot(wide_grad, v, groups) - delta).mul_(share).mul_(scale)  # [N, heads]
+            _grouped(dq, groups).addcmul_(_grouped(ds[..., None].to(q.dtype), groups), k[:, :, None])
+            dks.append(_dot_of_heads(ds, wide_q, groups).to(k.dtype))
+            dvs.append(_dot_of_heads(share, wide_grad, groups).to(v.dtype))
         return dq, dk0.to(k0.dtype), dv0.to(v0.dtype), None, *dks, *dvs
 
 
@@ -155,6 +152,18 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 def _dot(x: Tensor, kv: Tensor, groups: int) -> Tensor:
     """Row-wise x · kv in x's precision, which is the logsumexp's: [N, heads, d] with [N, kv_heads, d] → [N, heads]."""
     return (_grouped(x, groups) * kv.to(x.dtype)[:, :, None]).sum(-1).flatten(1)
+
+
+def _dot_of_heads(weight: Tensor, x: Tensor, groups: int) -> Tensor:
+    """Σ weight · x over the heads that read one key head: [N, heads] with [N, heads, d] → [N, kv_heads, d].
+
+    Head by head: a sum over the second last dimension takes a CPU twice as long.
+    """
+    weights, parts = _grouped(weight[..., None], groups).unbind(2), _grouped(x, groups).unbind(2)
+    total = weights[0] * parts[0]
+    for w, part in zip(weights[1:], parts[1:], strict=True):
+        total.addcmul_(w, part)
+    return total
 
 
 # -- the kernels of PyTorch that return a logsumexp. All take and give [rows, heads, head_dim]; lse is [rows, heads]. --
@@ -294,7 +303,7 @@ def _backward_by_products(
     for rows, seen in _blocks(front + past, q.shape[2]):
         q_rows, grad_rows, delta_rows, share_rows = (x[:, :, rows].flatten(1, 2) for x in (q, grad, delta, share))
         p = _masked_scores(q_rows, k[:, seen], scale, groups, front).softmax(-1).mul_(share_rows)
-        ds = wide_product(grad_rows, v[:, seen].mT).sub_(delta_rows).mul_(p).mul_(scale)
+        ds = wide_product(grad_rows, v[:, seen].mT, scale).sub_(delta_rows * scale).mul_(p)
         p, ds = p.to(q.dtype), ds.to(q.dtype)
         dq[:, :, rows] = (ds @ k[:, seen]).unflatten(1, (groups, -1))
         dk[:, seen] += ds.mT @ q_rows
