@@ -1,15 +1,17 @@
 """Our training step beside speculators' and SpecForge's: every configuration, one process per measurement.
 
-    make bench                                    # the whole grid, about 45 minutes on two idle cores
+    make bench                                    # the whole grid, about 30 minutes on two idle cores
     make bench BENCH="--quick"                    # four configurations
     .venv/bin/python benchmarks/bench.py --only S=2048,T=7,dtype=bf16
+    .venv/bin/python benchmarks/bench.py --only S=512 --rounds 3
     .venv/bin/python benchmarks/bench.py --report # tables and plot of what is there, nothing is run
 
 Appends a line per measurement to benchmarks/results/train_step.jsonl and skips what this machine has measured there with
 as many threads, so an interrupted run goes on and nobody compares with another machine's lines. For each configuration
-ours and both peers follow one another; in bf16 the faster peer then runs once more with an allocator that keeps freed
-memory ("tuned"). Lines measured while other processes took more than 5 % of the machine are marked `busy` in the table:
-delete them from the file and run again.
+ours and both peers follow one another; in bf16 the faster peer then runs again with an allocator that keeps freed memory
+("tuned"). Lines measured while other processes took more than 5 % of the machine are marked `busy` in the table:
+delete them from the file and run again. Where steps are short, the load of the host makes one measurement differ from the
+next by a fifth: ask for several `--rounds`.
 
 The same job is asked of all: see workload.py, and the docstrings of the *_step.py. That it is the same is checked: the
 mean KL of the first TTT step on the initial weights (`kl_first`) must agree.
@@ -135,8 +137,13 @@ def write(line: dict) -> None:
 
 
 def find(lines: list[dict], c: dict, impl: str, tuned: bool = False) -> dict | None:
-    same = [x for x in lines if x.get("impl") == impl and x["tuned"] == tuned and all(x[k] == c[k] for k in KEYS)]
-    return same[-1] if same else None
+    """The measurement of median time, the faster of two."""
+    same = sorted(find_all(lines, c, impl, tuned), key=lambda x: x["s_per_step"])
+    return same[(len(same) - 1) // 2] if same else None
+
+
+def find_all(lines: list[dict], c: dict, impl: str, tuned: bool = False) -> list[dict]:
+    return [x for x in lines if x.get("impl") == impl and x["tuned"] == tuned and all(x[k] == c[k] for k in KEYS)]
 
 
 def better_peer(lines: list[dict], c: dict) -> dict | None:
@@ -149,12 +156,12 @@ def run(configurations: list[dict], args: argparse.Namespace) -> None:
     if not any(x.get("kind") == "rates" for x in read(here)):
         write(matmul_rates(args.threads))
     for c in configurations:
-        plan = [("ours", False), ("speculators", False), ("specforge", False)]
-        plan += [("better", True)] if c["dtype"] == "bf16" else []
-        for impl, tuned in plan:
+        plan = [(impl, False, n) for n in range(args.rounds) for impl in ("ours", *PEERS)]
+        plan += [("better", True, n) for n in range(args.rounds)] if c["dtype"] == "bf16" else []
+        for impl, tuned, before in plan:
             if impl == "better":
                 impl = better_peer(read(here), c)["impl"]
-            if find(read(here), c, impl, tuned):
+            if len(find_all(read(here), c, impl, tuned)) > before:
                 continue
             if args.minutes and time.time() - started > 60 * args.minutes:
                 return
@@ -243,6 +250,7 @@ def main() -> None:
     p.add_argument("--report", action="store_true", help="run nothing")
     p.add_argument("--threads", type=int, default=os.cpu_count())
     p.add_argument("--seconds", type=float, default=8.0, help="2 to 5 timed steps, no more after this time")
+    p.add_argument("--rounds", type=int, default=1, help="how often all are measured, in turn; the table shows medians")
     p.add_argument("--minutes", type=float, help="start no further measurement after this time")
     p.add_argument("--speculators", default=sys.executable, help="interpreter; .venv has speculators, without a GPU")
     p.add_argument("--specforge", default=str(ROOT / ".venv-specforge" / "bin" / "python"))

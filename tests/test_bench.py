@@ -1,5 +1,6 @@
 """The benchmark of the training step: the scripts do the same job, and lines of other machines are told apart."""
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -66,3 +67,29 @@ def test_a_report_of_some_configurations_leaves_the_others_in_the_plot(bench, mo
     out = capsys.readouterr().out
     assert out.count("| S=") == out.count("| 3.00 |") == out.count("| 2.00 |") == 1  # × limit, ratio to the better peer
     assert [(c, peer["impl"]) for c, _, peer in plotted] == [(c, "specforge") for c in bench.GRID[:2]]
+
+
+def test_rounds_take_turns_and_the_median_counts(bench, monkeypatch):
+    """What an interrupted run measured is not measured again."""
+    c = next(c for c in bench.GRID if c["dtype"] == "bf16")
+    seconds = {("ours", False): [1.0, 9.0, 2.0], ("speculators", False): [5.0, 4.0, 6.0],
+               ("specforge", False): [7.0, 1.5, 8.0], ("speculators", True): [3.0, 2.0, 2.5]}  # fmt: skip
+    measured = []
+
+    def measure(impl, python, c, tuned, args):
+        times = seconds[impl, tuned]
+        measured.append((impl, tuned))
+        return {"impl": impl, **c, "tuned": tuned, "s_per_step": times[measured.count((impl, tuned)) - 1], "threads": 2,
+                "peak_rss_mib": 1, "kl_first": [1.0], "machine": bench.machine_name()}  # fmt: skip
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "pythons", lambda args: dict.fromkeys(("ours", *bench.PEERS)))
+    monkeypatch.setattr(bench, "matmul_rates", lambda threads: {"kind": "rates", "threads": 2, "machine": bench.machine_name()})
+    for rounds in (1, 3, 3):
+        bench.run([c], argparse.Namespace(rounds=rounds, threads=2, minutes=None))
+    *untuned, tuned = seconds
+    assert measured == [*untuned, tuned, *untuned * 2, tuned, tuned]
+    lines = bench.read()
+    assert bench.find(lines, c, "ours")["s_per_step"] == 2.0
+    assert bench.better_peer(lines, c)["s_per_step"] == 5.0
+    assert bench.find(lines, c, "speculators", True)["s_per_step"] == 2.5
