@@ -7,6 +7,8 @@ there. So the permission is given for products whose factors may be rounded, and
 
 The permission is the process's. While training runs no other thread multiplies matrices (the loader's only copies). The
 processes that SGLang starts on a CPU have it, after the same trial, for good.
+
+`wide_product` is for factors in bf16 whose product is not to be rounded, `wide_dtype` says what such results are kept in.
 """
 
 from __future__ import annotations

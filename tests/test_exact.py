@@ -241,9 +241,9 @@ def test_a_step_never_holds_rows_times_vocabulary():
     heads = config.num_attention_heads + config.num_key_value_heads
     widths = heads * config.head_dim + config.intermediate_size + HIDDEN
     # The head's weight and gradient, for every row and step three tensors of each of the layer's widths, and attention's
-    # probability of each own key.
-    own_keys = config.num_attention_heads * sum(range(steps))
-    allowed = 4 * (2 * vocab * HIDDEN + size * (steps * 3 * widths + own_keys))
+    # probabilities of step 0's keys together and of each own key.
+    probabilities = config.num_attention_heads * sum(1 + step for step in range(steps))
+    allowed = 4 * (2 * vocab * HIDDEN + size * (steps * 3 * widths + probabilities))
     assert sum(saved.values()) <= allowed <= 0.6 * one_step
 
 

@@ -317,7 +317,13 @@ def test_engine_processes_multiply_fp32_by_onednn_where_that_keeps_it(monkeypatc
     monkeypatch.setenv(caches[0], "9")
     monkeypatch.setenv(caches[1], "")  # so that monkeypatch restores it
     del os.environ[caches[1]]
-    monkeypatch.setattr(products, "_onednn_keeps_fp32", lambda: kept)
+
+    def trial() -> bool:
+        """It multiplies, so the caches must be bounded by now."""
+        assert all(cache in os.environ for cache in caches)
+        return kept
+
+    monkeypatch.setattr(products, "_onednn_keeps_fp32", trial)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if child else None)
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.attention.attention_registry", None)  # the rest is of no interest
     try:

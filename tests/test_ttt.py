@@ -189,6 +189,22 @@ def test_bf16_gradients_of_keys_that_many_runs_see(runs):
         assert (our - wanted).norm() <= 1.1 * (kernel - wanted).norm()
 
 
+def test_bf16_gradients_of_own_values_are_rounded_once():
+    """Σ p · grad over the heads that read it, in fp32 until then."""
+    generator = torch.Generator().manual_seed(0)
+    rows = select_rows(torch.ones(102).bool(), torch.tensor([102]), torch.zeros(102).long(), 1)
+    inputs = [torch.randn(n, heads, 64, generator=generator).bfloat16()
+              for n, heads in ((100, 6), (102, 2), (102, 2), (100, 2), (100, 2), (100, 6))]  # fmt: skip
+
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        q, k, v, own_k, own_v, grad = (x.to(dtype) for x in inputs)
+        own_v.requires_grad_()
+        return torch.autograd.grad(ttt_attention(q, k, v, [own_k], [own_v], rows.segments), own_v, grad)[0].double()
+
+    wanted = gradient(torch.float64)
+    assert ((gradient(torch.bfloat16) - wanted).abs() <= 2**-8 * wanted.abs() + 1e-5).all()
+
+
 def test_it_has_no_second_derivative():
     """Refused, since logsumexp and shares count as constants in the first."""
     q, k, v, own_k, own_v = (torch.randn(10, 1, 8).requires_grad_() for _ in range(5))

@@ -40,10 +40,11 @@ def register() -> None:
 
 
 def _multiply_fast() -> None:
-    """Before the process multiplies anything."""
+    """Bound oneDNN's caches, then let it multiply fp32. To be called before the process's first product: oneDNN reads the
+    bounds once."""
     from pipeline.products import use_fast_fp32
 
-    # Hardly two prefills have as many tokens, and a thousand shapes would be kept with oneDNN's code for them: 0.8 GB.
+    # Hardly any two prefills have the same number of tokens, and the code for a thousand shapes would be kept: 0.8 GB.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's own, and ideep's around it
         os.environ.setdefault(cache, "128")
     use_fast_fp32()

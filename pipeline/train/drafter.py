@@ -23,8 +23,8 @@ from pipeline.errors import PipelineError
 from pipeline.target import OutputHead
 from pipeline.train.alignment import PackedBatch, Rows, select_rows
 from pipeline.train.drafter_config import DrafterConfig
-from pipeline.train.elementwise import rms_norm, swiglu
 from pipeline.train.loss import Objective, vocabulary_loss
+from pipeline.train.norm_and_gate import rms_norm, swiglu
 from pipeline.train.rope import Rope, rotate
 from pipeline.train.shapes import missing, pad_rows
 from pipeline.train.ttt import ttt_attention

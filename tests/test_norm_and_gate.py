@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from dense_reference import rms_norm as plain_rms_norm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.train.elementwise import rms_norm, swiglu
+from pipeline.train.norm_and_gate import rms_norm, swiglu
 
-# Against fp64 of the same inputs, relative to the greatest; bf16 rounds each result once (2^-9) or, in SwiGLU, thrice.
+# Against fp64 of the same inputs, relative to the greatest. A rounding to bf16 changes a number by up to 2^-8; RMSNorm does
+# it once, SwiGLU twice.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=2).flatmap(
     lambda lead: st.integers(1, 130).map(lambda last: (*lead, last)))  # fmt: skip
@@ -33,7 +35,7 @@ def compare(found_of, wanted_of, inputs: list[torch.Tensor], upstream: torch.Ten
     wanted.backward(upstream.double())
     sizes = [wanted, *added(*(x.detach() for x in exact), upstream.double())]
     for x, y, size in zip([found, *(x.grad for x in inputs)], [wanted, *(x.grad for x in exact)], sizes, strict=True):
-        assert (x.double() - y).abs().max() <= TOLERANCE[upstream.dtype] * size.abs().max()
+        assert (x.double() - y).abs().max() <= TOLERANCE[x.dtype] * size.abs().max()
     for x in inputs:
         assert x.grad.dtype == x.dtype
 
@@ -60,13 +62,14 @@ def test_swiglu(shape, dtype, magnitude, seed):
 
     def added(gate, up, gradient):
         share = torch.sigmoid(gate)
-        return gradient * up * share, gradient * gate * share  # silu' = share · (1 + gate (1 - share))
+        slope = share + (gate * share * (1 - share)).abs()  # of silu
+        return gradient * up * slope, gradient * gate * share
 
     compare(swiglu, lambda gate, up: gate * torch.sigmoid(gate) * up, [gate * 10**magnitude, up], upstream, added)
 
 
 def test_bf16_is_as_exact_as_torchs_own():
-    """The mean error of values and gradients is no greater than autograd's, whose RMSNorm widens x as ours does."""
+    """The mean error of values and gradients is that of autograd's, with an RMSNorm that widens x as ours does."""
     x, up, upstream = random(0, (64, 512), (64, 512), (64, 512), dtype=torch.bfloat16)
     weight = random(1, (512,), dtype=torch.float32)[0]
 
@@ -85,7 +88,7 @@ def test_bf16_is_as_exact_as_torchs_own():
 
     ours = errors(lambda x, w: rms_norm(x, w, 1e-5), swiglu)
     torchs = errors(lambda x, w: F.rms_norm(x.float(), (512,), w, 1e-5).bfloat16(), lambda g, u: F.silu(g) * u)
-    assert (ours <= 1.02 * torchs).all()
+    assert (ours <= 1.02 * torchs + 1e-5).all()  # the weight's gradient is fp32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,13 +103,14 @@ def test_backward_keeps_the_inputs_and_a_number_per_row(dtype):
     assert [t.shape for t in beyond] == [(40, 1)]
 
 
-def test_rows_of_zeros():
-    """Padding: 0 in, 0 out, and gradients that are numbers."""
-    x = torch.zeros(3, 8, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.ones(8, requires_grad=True)
-    out = rms_norm(x, weight, 1e-5)
+def test_a_row_of_zeros():
+    """A token whose embedding is 0: 0 in, 0 out, and the slope is 1/√eps."""
+    x = torch.zeros(3, 8, requires_grad=True)
+    weight = torch.full((8,), 2.0, requires_grad=True)
+    out = rms_norm(x, weight, 1e-4)
     out.backward(torch.ones_like(out))
-    assert (out == 0).all() and (weight.grad == 0).all() and x.grad.isfinite().all()
+    assert (out == 0).all() and (weight.grad == 0).all()
+    assert torch.allclose(x.grad, torch.full_like(x, 200.0))
 
 
 def test_no_row():
@@ -116,12 +120,24 @@ def test_no_row():
     assert x.grad.shape == (0, 8) and (weight.grad == 0).all()
 
 
-def test_under_autocast_rms_norm_keeps_fp32():
-    x, weight = random(0, (5, 64), (64,), dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = rms_norm(x, weight, 1e-5)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, rms_norm(x, weight, 1e-5))
+def test_the_gradient_of_what_is_frozen_is_not_worked_out():
+    x, upstream = random(0, (5, 64), (5, 64), dtype=torch.float32)
+    gradients = []
+    for frozen in (False, True):
+        weight = torch.ones(64, requires_grad=True)
+        with _Calls() as calls:
+            rms_norm(x.requires_grad_(not frozen), weight, 1e-5).backward(upstream)
+        gradients.append((weight.grad, calls.count))
+    (wanted, more), (found, fewer) = gradients
+    assert torch.equal(found, wanted) and fewer < more
+
+
+class _Calls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_second_derivative_is_refused():
