@@ -5,6 +5,7 @@ import importlib
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
@@ -93,3 +94,15 @@ def test_rounds_take_turns_and_the_median_counts(bench, monkeypatch):
     assert bench.find(lines, c, "ours")["s_per_step"] == 2.0
     assert bench.better_peer(lines, c)["s_per_step"] == 5.0
     assert bench.find(lines, c, "speculators", True)["s_per_step"] == 2.5
+
+
+def test_nothing_of_the_plot_is_cut_off(bench, monkeypatch):
+    """In DejaVu Sans, whose digits are 7.63 px wide at 12 px; most letters are narrower."""
+    monkeypatch.setattr(bench, "ROOT", bench.RESULTS.parent)
+    bench.plot([(c, {"tok_per_s": 7000.0}, {"tok_per_s": 300.0}) for c in bench.GRID])
+    svg = ElementTree.parse(bench.RESULTS.with_suffix(".svg")).getroot()
+    width = float(svg.get("viewBox").split()[2])
+    for text in svg.iter("{http://www.w3.org/2000/svg}text"):
+        x, room = float(text.get("x")), 7.63 * len(text.text)
+        begin = {"start": x, "end": x - room, "middle": x - room / 2}[text.get("text-anchor")]
+        assert 0 <= begin and begin + room <= width, text.text

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 860
-_CHARACTER = 7.0  # widest average at 12 px, so that labels are given enough room
+_CHARACTER = 7.7  # a digit at 12 px in DejaVu Sans, a wide font, so that labels are given enough room
 _ROW = 22
 
 
@@ -34,10 +34,10 @@ def grouped_bars(groups: Sequence[str], series: dict[str, Sequence[float]], *, d
     left = _room([*groups])
     most = max((v for values in series.values() for v in values), default=0) or 1
     scale = (WIDTH - left - 80) / most
-    parts, y = [], 24
+    parts, y, legend = [], 24, left
     for n, name in enumerate(series):
-        x = left + n * (_room(series) + 26)
-        parts += [f'<rect class="{"ab"[n]}" x="{x}" y="4" width="12" height="12"/>', _text(x + 18, 14, name)]
+        parts += [f'<rect class="{"ab"[n]}" x="{legend}" y="4" width="12" height="12"/>', _text(legend + 18, 14, name)]
+        legend += _room([name]) + 26
     for g, group in enumerate(groups):
         parts.append(_text(left - 8, y + 8 * len(series) + 4, group, anchor="end"))
         for n, values in enumerate(series.values()):
